@@ -47,13 +47,14 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 181_550}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 183_050}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
 not reached. Since then the fake GPU took 1,500 (as allowed), the planner 2,150 (3,000), the
 first hour's `init` 480 (2,000), and scale 4,100, which is 3,100 above its allowance.
+models and data that people bring: 1,500 of 3,000, for transformers' classes and formats of data.
 rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {
@@ -76,7 +77,7 @@ RING_1_MAY_IMPORT = {
         """,
     "the mesh splits ranks into groups": "parallel.groups",
     "words that all files use": """
-        errors models.common models.llama3.hf registry registry.hf runtime.cluster
+        errors models.common models.llama3.hf registry registry.flavor registry.hf runtime.cluster
         runtime.determinism runtime.distributed runtime.page runtime.parent
         runtime.torch_private
         """,

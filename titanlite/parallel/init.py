@@ -42,7 +42,10 @@ def materialize(
         return
     with torch.no_grad():
         for name, parameter in named_parameters(part, table):
-            fill(parameter, name, table[name].init, seed)
+            init = table[name].init
+            fill(parameter, name, init, seed)
+            if init.edit:
+                init.edit(local_part(parameter), shard_offset(parameter), seed)
 
 
 def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:

@@ -4,7 +4,15 @@ May import layout, errors and the standard library (pydantic late). Never import
 anything above.
 """
 
-from titanlite.registry.hf import Box, FusedSlice, HuggingFace, Rotary, Transposed, WeightTransform
+from titanlite.registry.hf import (
+    Box,
+    Conversion,
+    FusedSlice,
+    HuggingFace,
+    Rotary,
+    Transposed,
+    WeightTransform,
+)
 from titanlite.registry.model import (
     Init,
     ModelDims,

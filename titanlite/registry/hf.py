@@ -86,6 +86,20 @@ class FusedSlice:
     dim: int = 0
 
 
+class Conversion:
+    """A parameter that is several tensors of a folder."""
+
+    names: tuple[str, ...]
+
+    def to_hf(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        """Return one of the tensors."""
+        raise NotImplementedError
+
+    def from_hf(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return the parameter, of the tensors that `read` returns by name."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """A model's Hugging Face folder, except for tensor names, which the table has."""
@@ -105,3 +119,12 @@ class HuggingFace:
 
     Model.flavor hf reads it.
     """
+    conversions: Callable[[Any], Mapping[str, Conversion]] | None = None
+    """Returns the parameters of a flavor that a folder has otherwise than the table says.
+
+    With it a flavor is any config.json, as it is.
+    """
+
+    @property
+    def is_any(self) -> bool:
+        return self.conversions is not None

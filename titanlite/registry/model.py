@@ -6,15 +6,14 @@ row, so nothing is silently replicated, left uninitialized or dropped on export.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from titanlite.errors import UserError, nearest
+from titanlite.errors import UserError
+from titanlite.registry.flavor import configured
 from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ class Init:
     constant: float = 0.0
     by_depth: bool = False
     """Divide std by sqrt(2 x (layer + 1)), the layer being the number in the parameter's name."""
+    edit: Callable[[torch.Tensor, tuple[int, ...], int], None] | None = None
+    """Changes the values of a rank's shard further, given where it begins and the seed."""
 
 
 def normal(std: float, by_depth: bool = False) -> Init:
@@ -169,6 +170,8 @@ class ModelSpec:
 
     Empty if unsupported.
     """
+    unsplit: str = ""
+    """Why each rank computes with the whole model, if nothing but data parallel may split it."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     parameters: Callable[[Any], int] | None = None
@@ -187,56 +190,12 @@ class ModelSpec:
 
         An error names all that do not fit.
         """
-        from pydantic import TypeAdapter, ValidationError
+        return configured(self, flavor, overrides)
 
-        legal = [*self.flavors]
-        if self.hf and self.hf.fields:  # the overrides of flavor hf give all fields
-            legal.append("hf")
-        if flavor not in legal:
-            hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
-            raise UserError(
-                f'unknown flavor "{flavor}" of {self.name}; {hint}legal: {", ".join(legal)}'
-            )
-        base, unknown = self.flavors.get(flavor), list[str]()
-        cls = type(base or next(iter(self.flavors.values())))
-        values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
-        if unknown:
-            raise UserError(f"{self.name} has no field {', '.join(unknown)}")
-        try:
-            return TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        except ValidationError as error:
-            faults = "; ".join(
-                ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"]
-                for e in error.errors()
-            )
-            faults = faults.replace("Value error, ", "").replace("Input should be", "must be")
-            # pydantic writes 1e-30 with thirty digits.
-            faults = re.sub(r"0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", faults)
-            raise UserError(faults) from None
+    def of(self, model_config: Any) -> ModelSpec:
+        """Return the model's spec for a flavor, where names of its modules depend on it."""
+        return self
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
         return resolve_name(self.build)(model_config, positions)
-
-
-def _merged(
-    cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]
-) -> dict[str, Any]:
-    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by
-    one.
-    """
-    known = [field.name for field in dataclasses.fields(cls)]
-    types = get_type_hints(cls)
-    values = dict(base or {})
-    for name, value in overrides.items():
-        nested = [
-            t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)
-        ]
-        if name not in known:
-            hint = f"nearest: {nearest(name, known) or 'none'}; known: {', '.join(known)}"
-            unknown.append(f"{path}{name} ({hint})")
-        elif nested and isinstance(value, Mapping):
-            values[name] = _merged(nested[0], values.get(name), value, f"{path}{name}.", unknown)
-        else:
-            values[name] = value
-    return values

@@ -180,7 +180,13 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     modules += filter(None, [model.package])
     flavor = spec.configure(model.flavor, overrides)
     return ModelUnderTest(
-        name, (*modules,), section, spec, flavor, model.freeze, *_allowed_layouts(section)
+        name,
+        (*modules,),
+        section,
+        spec.of(flavor),
+        flavor,
+        model.freeze,
+        *_allowed_layouts(section),
     )
 
 

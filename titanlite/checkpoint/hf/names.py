@@ -16,7 +16,7 @@ import torch
 from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
-from titanlite.registry import Box, ModelSpec, Rule, WeightTransform
+from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform
 from titanlite.runtime import store
 
 
@@ -33,9 +33,13 @@ class HFTensor:
     """Along which several parameters are joined."""
     slice: int | None = None
     """The slice of dimension 0 of the parameters that it is made of, if it is not made of all."""
+    conversion: Conversion | None = None
+    """Makes it instead."""
 
     def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tensor made of these parameters' weights."""
+        if self.conversion:
+            return self.conversion.to_hf(weights[0], self.name).to(self.dtype).contiguous()
         weights = weights if self.slice is None else [weight[self.slice] for weight in weights]
         return _transform(weights, self.transforms, self.dim).to(self.dtype).contiguous()
 
@@ -65,6 +69,7 @@ class Translation:
                 "safetensors by its own names: titanlite checkpoint export --format safetensors"
             )
         self.hf, self.config = spec.hf, spec.hf.config(flavor)
+        self.conversions = spec.hf.conversions(flavor) if spec.hf.conversions else {}
         model, self.table = build_meta_model(spec, flavor)
         if faults := [name for name, rule in self.table.items() if not rule.hf]:
             raise UserError(f"{spec.name}: the table has no Hugging Face name of{some_of(faults)}")
@@ -85,9 +90,17 @@ class Translation:
     def hf_tensors(self, dtype: torch.dtype) -> list[HFTensor]:
         """Return every tensor of the folder, in the model's order."""
         slices: dict[str, dict[int, str]] = {}
-        for name, rule in self.table.items():
-            slices.setdefault(rule.hf_name(name), {})[rule.part.index if rule.part else 0] = name
         tensors = []
+        for name, conversion in self.conversions.items():
+            weight = torch.empty(self.shapes[name], device="meta")
+            for hf_name in conversion.names:
+                shape = tuple(conversion.to_hf(weight, hf_name).shape)
+                given = (hf_name, (name,), shape, dtype)
+                tensors.append(HFTensor(*given, conversion=conversion))
+        for name, rule in self.table.items():
+            if name in self.conversions:
+                continue
+            slices.setdefault(rule.hf_name(name), {})[rule.part.index if rule.part else 0] = name
         for hf_name, names in slices.items():
             rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
             assert len(names) == (rule.part.of if rule.part else 1), (
@@ -111,6 +124,9 @@ class Translation:
         region of it)`.
         """
         rule, shape = self.table[name], self.shapes[name]
+        if name in self.conversions:
+            weight = self.conversions[name].from_hf(lambda hf_name: read_hf(hf_name, ()))
+            return weight if region is None else weight[region]
         region, hf_name = region or tuple(slice(0, size) for size in shape), rule.hf_name(name)
         if "#" not in hf_name:
             return _read(rule, hf_name, shape, region, read_hf)

@@ -133,6 +133,8 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
 
     Slices of sequences come from the embedding, and whole ones are seen behind column layers.
     """
+    if spec.unsplit:
+        return spec.unsplit
     rules = spec.rules(model)
     roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
     if missing := {"embedding", "head"} - roles:
@@ -187,7 +189,7 @@ def _context_parallel_divides_the_sequence(
 ) -> Refusals:
     cp, key = config.parallelism.context_parallel_degree, "context_parallel_degree"
     if cp > 1 and not spec.core:
-        why = (
+        why = spec.unsplit or (
             "its ModelSpec names no core, the part of attention that would have to see the "
             "tokens of all ranks"
         )
@@ -205,8 +207,8 @@ def _expert_parallel_finds_experts(
     if config.parallelism.expert_parallel_degree > 1 and not (
         shape.experts and expert_paths(spec.rules(model), spec.blocks)
     ):
-        why = f"the table of {spec.name} {config.model.flavor} has no experts; legal: 1"
-        yield "parallelism.expert_parallel_degree", why
+        why = f"the table of {spec.name} {config.model.flavor} has no experts"
+        yield "parallelism.expert_parallel_degree", f"{spec.unsplit or why}; legal: 1"
 
 
 def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims) -> Refusals:
@@ -216,6 +218,12 @@ def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims)
         if experts and size % layout.ep:
             why = _does_not_divide(layout.ep, f"{size} {what}", divisors(math.gcd(experts, ranks)))
             yield "parallelism.expert_parallel_degree", why
+
+
+def _pipeline_parallel_may_cut_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:
+    if config.parallelism.pipeline_parallel_degree > 1 and spec.unsplit:
+        why = f"{spec.name} cannot be cut into stages: {spec.unsplit}; legal: 1"
+        yield "parallelism.pipeline_parallel_degree", why
 
 
 def _groups_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:

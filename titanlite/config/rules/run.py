@@ -63,6 +63,15 @@ def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
     return None
 
 
+def find_spec_of_flavor(refuse: Refuse, spec: ModelSpec, model: Any) -> ModelSpec | None:
+    """Return the model's spec for the flavor."""
+    try:
+        return spec.of(model)
+    except UserError as error:
+        refuse("model.name", f"{error}")
+    return None
+
+
 def _converters_exist(
     config: ConfigView, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported

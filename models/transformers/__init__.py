@@ -1,0 +1,140 @@
+"""Any causal language model of transformers, trained as it is.
+
+A flavor is the content of a config.json. Importing this imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, make_dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from titanlite.errors import UserError, nearest
+from titanlite.registry import (
+    Conversion,
+    HuggingFace,
+    ModelDims,
+    ModelSpec,
+    Rule,
+    register_model,
+)
+
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 256,
+}
+_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+_SCAN = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+
+
+def flavor_of(values: Mapping[str, Any]) -> Any:
+    """Return a config.json's content as a flavor, whose fields are its keys."""
+    cls = make_dataclass("Flavor", [(key, Any) for key in values], frozen=True)
+    return cls(**values)
+
+
+def _tiny(kind: str, **more: Any) -> Any:
+    values = {"model_type": kind, **_SIZES, **more}
+    if kind != "mamba2":
+        values |= {"max_position_embeddings": 8192}
+        values |= {"num_attention_heads": 4, "intermediate_size": 128}
+    return flavor_of(values)
+
+
+FLAVORS = {
+    "debugmodel": _tiny("llama", **_HEADS),
+    "qwen3": _tiny("qwen3", **_HEADS),
+    "mistral": _tiny("mistral", **_HEADS, sliding_window=32),
+    "gemma2": _tiny("gemma2", **_HEADS, sliding_window=32),
+    "gpt_neox": _tiny("gpt_neox"),
+    "falcon": _tiny("falcon", ffn_hidden_size=128),
+    "mixtral": _tiny("mixtral", **_HEADS, num_local_experts=4),
+    "mamba2": _tiny("mamba2", **_SCAN),
+}
+
+
+def library() -> ModuleType:
+    """Return the module that imports transformers."""
+    if find_spec("transformers") is None or int(version("transformers").split(".")[0]) < 5:
+        raise UserError("needs transformers 5: pip install 'titanlite[hf]'")
+    from titanlite.models.transformers import model
+
+    return model
+
+
+@dataclass(frozen=True)
+class TransformersSpec(ModelSpec):
+    """The spec of all classes; `of` returns that of one, with the names of its modules."""
+
+    def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
+        """Return the flavor's config.json with some keys replaced; "null" stands for null."""
+        if flavor not in self.flavors and flavor != "hf":
+            legal = [*self.flavors, "hf"]
+            hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
+            raise UserError(f'unknown flavor "{flavor}"; {hint}legal: {", ".join(legal)}')
+        values: dict[str, Any] = {}
+        if flavor in self.flavors:
+            values = dataclasses.asdict(self.flavors[flavor])
+        if overrides.get("model_type", values.get("model_type")) != values.get("model_type"):
+            values = {}  # another class, whose sizes are its own
+        values = _merged(values, overrides)
+        if not values.get("model_type"):
+            raise UserError("model.overrides has no model_type; flavor hf takes a config.json")
+        library().config_of(flavor_of(values))
+        return flavor_of(values)
+
+    def of(self, model_config: Any) -> ModelSpec:
+        return replace(self, **library().layout(as_json(model_config)))
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            below = merged.get(key)
+            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = None if value == "null" else value
+    return merged
+
+
+def as_json(flavor: Any) -> str:
+    return json.dumps(dataclasses.asdict(flavor), sort_keys=True)
+
+
+def shape(flavor: Any) -> ModelDims:
+    return library().dims(flavor)
+
+
+def rules(flavor: Any) -> tuple[Rule, ...]:
+    return library().rules(as_json(flavor))
+
+
+def hf_config(flavor: Any) -> dict[str, Any]:
+    return library().config_json(flavor)
+
+
+def conversions(flavor: Any) -> Mapping[str, Conversion]:
+    library()
+    from titanlite.models.transformers import convert
+
+    return convert.conversions(as_json(flavor))
+
+
+SPEC = register_model(
+    TransformersSpec(
+        "transformers",
+        FLAVORS,
+        shape,
+        rules,
+        build="titanlite.models.transformers.model:build",
+        unsplit="transformers' classes train with data parallel only; registered models have it",
+        hf=HuggingFace(hf_config, conversions=conversions),
+    )
+)

@@ -1,0 +1,258 @@
+"""A class of transformers as a model: its config, forward pass, buffers and table.
+
+The class is not changed: its own forward pass computes logits, and its own `_init_weights` says how
+parameters begin.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config names a class, never something to download
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+from titanlite.errors import UserError, first_line, nearest, some_of
+from titanlite.models.transformers.initial import recorded
+from titanlite.registry import ModelDims, Rule
+
+_IGNORED = ("_*", "auto_map", "*transformers*", "unsloth*", "model_max_length")
+"""Keys of a config.json that no class reads."""
+transformers.logging.set_verbosity_error()
+
+
+def config_of(flavor: Any) -> Any:
+    """Return the config object of a flavor; refuse what transformers would take silently."""
+    values = copy.deepcopy(dataclasses.asdict(flavor))
+    kind = values.pop("model_type")
+    if kind not in CLASSES:
+        hint = f"; nearest: {close}" if (close := nearest(kind, [*CLASSES])) else ""
+        raise UserError(
+            f'model_type "{kind}" has no causal language model in transformers '
+            f"{transformers.__version__}{hint}. Code of a folder is never run: install the package "
+            "that registers the class, and name it in model.package"
+        )
+    try:
+        config = AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        raise UserError(f"transformers refuses the config of {kind}: {first_line(error)}") from None
+    known = {field.name for field in dataclasses.fields(type(config))} | {*config.attribute_map}
+    for key in values.keys() & vars(config).keys() - known:
+        if not any(fnmatchcase(key, pattern) for pattern in _IGNORED):
+            hint = f"; nearest: {nearest(key, [*known]) or 'none'}"
+            raise UserError(f"{kind} has no key {key} in its config.json{hint}")
+    if config.is_encoder_decoder or getattr(config, "vision_config", None):
+        raise UserError(f"{kind} is no decoder of text alone")
+    if getattr(config, "is_decoder", None) is False:
+        raise UserError(f"{kind} is not causal with is_decoder false")
+    weight = getattr(config, "router_aux_loss_coef", 0) or 0
+    if getattr(config, "output_router_logits", False) and weight > 0:
+        raise UserError(
+            f"router_aux_loss_coef {weight:g} with output_router_logits: this loss depends on the "
+            "micro-batch, so no two meshes would train the same model; set one to 0 or false"
+        )
+    return config
+
+
+def dims(flavor: Any) -> ModelDims:
+    config = config_of(flavor).get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return ModelDims(
+        config.num_hidden_layers,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config.vocab_size,
+        getattr(config, "max_position_embeddings", None) or 1 << 30,
+    )
+
+
+def config_json(flavor: Any) -> dict[str, Any]:
+    config = config_of(flavor)
+    return json.loads(config.to_json_string()) | {"architectures": [CLASSES[config.model_type]]}
+
+
+def build(flavor: Any, positions: int) -> nn.Module:
+    """Return the class's instance on torch's default device, with our forward pass."""
+    config = config_of(flavor)
+    make = partial(
+        AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=False
+    )
+    try:
+        model = make(attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot" not in str(error):
+            raise
+        model = make(attn_implementation="eager")
+    with_experts = getattr(model, "set_experts_implementation", None)
+    if with_experts and any("experts" in name for name, _ in model.named_modules()):
+        # "grouped_mm" has no float64, "eager" loops over data: no block would compile.
+        with_experts("batched_mm")
+    model.forward = MethodType(forward, model)
+    for module in model.modules():
+        if [*module.buffers(recurse=False)]:
+            module.reset_buffers = partial(_reset, model, module)  # type: ignore[assignment]
+    return model
+
+
+def forward(
+    self: Any,
+    tokens: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    head: Callable[[Tensor, Any], Tensor] | None = None,
+) -> Tensor:
+    """Return logits of (batch, tokens), or the result of `head`, called with hidden states and
+    what makes logits of them.
+    """
+    own = type(self).forward
+    known = signature(own).parameters
+    given: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "position_ids": positions}
+    given = {name: value for name, value in given.items() if name in known and value is not None}
+    with _packed(documents):
+        if head is None:
+            return own(self, **given).logits
+        hidden = self.get_decoder()(**given)[0]
+    return head(hidden, _Tail(self))
+
+
+@contextmanager
+def _packed(documents: Tensor | None) -> Iterator[None]:
+    """Let the library make masks for these documents; it would guess them from positions."""
+    # transformers 5.24. Masks of its own making keep sliding windows, which one of ours would lose.
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: documents
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+class _Output(dict):
+    """What a decoder returns, by attribute, name or number."""
+
+    __getattr__ = dict.get
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.get("last_hidden_state") if key == 0 else self.get(key)
+
+
+class _Tail:
+    """The class's own forward pass after its decoder: the output layer with scales and caps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.get_output_embeddings().parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        decoder = self.model.get_decoder()
+        decoder.forward = lambda *args, **kwargs: _Output(last_hidden_state=hidden)
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        try:
+            return type(self.model).forward(self.model, input_ids=tokens).logits
+        finally:
+            del decoder.forward
+
+
+def _reset(model: Any, module: nn.Module) -> None:
+    """Fill a module's buffers as the class does, and leave its parameters."""
+    buffers = dict(module.named_buffers(recurse=False))
+    for buffer in buffers.values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+    own: list[Any] = [*module.parameters(recurse=False)]
+    for parameter in own:
+        parameter._is_hf_initialized = True
+    model._init_weights(module)
+    for parameter in own:
+        del parameter._is_hf_initialized
+    if any(type(buffer) is not Tensor for buffer in module.buffers(recurse=False)):
+        return  # a rehearsal has no values
+    if lost := [name for name, buffer in buffers.items() if buffer.isnan().any()]:
+        raise UserError(
+            f"{type(module).__name__} does not restore {', '.join(lost)}: the model is built "
+            "without memory, so values set in __init__ are lost"
+        )
+
+
+@lru_cache
+def layout(values: str) -> dict[str, Any]:
+    """Return the names of a class's blocks and of what runs before and after them."""
+    model = on_meta(json.loads(values))
+    split = {*(model._no_split_modules or ())}
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    blocks = {n: m for n, m in lists.items() if {type(b).__name__ for b in m} <= split} or lists
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no list of blocks")
+    path = max(blocks, key=lambda name: len(blocks[name]))
+    parent = model.get_submodule(path.rpartition(".")[0])
+    prefix = path.removesuffix(path.rpartition(".")[2])
+    before, after = [], []
+    for name, child in parent.named_children():
+        if isinstance(child, nn.Embedding):
+            before.append(prefix + name)
+        elif "norm" in type(child).__name__.lower():
+            after.append(prefix + name)
+    head = model.get_output_embeddings()
+    after += [name for name, module in model.named_modules() if module is head]
+    return {"blocks": path, "before": tuple(before), "after": tuple(after)}
+
+
+@lru_cache
+def rules(values: str) -> tuple[Rule, ...]:
+    """Return a row for each parameter, with its values as the class begins them."""
+    model: Any = on_meta(json.loads(values))
+    tied = {second: first for first, seconds in _ties(model).items() for second in seconds}
+    initial, faults = recorded(model)
+    if faults:
+        raise UserError(f"{type(model).__name__}: initial values are not known:{some_of(faults)}")
+    seconds = {first: second for second, first in tied.items()}
+    per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    head = model.get_output_embeddings()
+    table = []
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        role: Any = "replicated"
+        if isinstance(owner, nn.Embedding):
+            role = "embedding"
+        elif owner is head:
+            role = "head"
+        active = 1.0
+        if per_token and parameter.dim() == 3 and "experts" in name:
+            active = min(1.0, per_token / len(parameter))
+        second = seconds.get(name, "")
+        table.append(Rule(name, initial[name], role, name, tied=second, active=active))
+    return tuple(table)
+
+
+def _ties(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of every parameter that has several, by the first."""
+    first: dict[nn.Parameter, str] = {}
+    ties: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            ties.setdefault(first[parameter], []).append(name)
+        first.setdefault(parameter, name)
+    return ties
+
+
+def on_meta(values: dict[str, Any]) -> Any:
+    from titanlite.models.transformers import flavor_of
+
+    with torch.device("meta"):
+        return build(flavor_of(values), 1)

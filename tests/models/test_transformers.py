@@ -1,0 +1,222 @@
+"""Classes of transformers train as they are, with the numbers of one process on every mesh that
+they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import QUIET, job, relative_error, run_to_end
+from tests.lanes import sample
+from tests.launch.run import environment
+from titanlite import cli
+from titanlite.checkpoint.hf.export import export
+from titanlite.checkpoint.hf.load import HuggingFaceFolder
+from titanlite.checkpoint.hf.names import Translation, documents
+from titanlite.config.load import ConfigError
+from titanlite.parallel.build import build_meta_model
+from titanlite.parallel.init import materialize
+from titanlite.registry import get_model
+
+THEIRS = [*QUIET, "--model.name=transformers", "--training.global_batch_size=4", "--debug.seed=3"]
+SPLIT = ["--training.loss_chunks=3", "--activation_checkpoint.mode=full"]
+FLAVORS = ("debugmodel", "qwen3", "mistral", "gemma2", "gpt_neox", "falcon", "mixtral", "mamba2")
+
+
+def of(flavor: str) -> list[str]:
+    return [*THEIRS, f"--model.flavor={flavor}"]
+
+
+def equal(found: dict[str, Any], expected: dict[str, Any], error: float) -> None:
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, value in expected["weights"].items():
+        assert relative_error(found["weights"][name], value) < error, name
+
+
+@pytest.mark.parametrize("flavor", sample(FLAVORS, "gemma2"))
+def test_a_class_trains_on_two_ranks_as_on_one(pool, tmp_path, flavor):
+    """SGD: Adam would hide a gradient of another scale."""
+    argv = [*of(flavor), "--optimizer.name=SGD", "--optimizer.lr=0.1", "--training.max_norm=1e9"]
+    argv += ["--lr_scheduler.warmup_steps=1"]
+    one = pool.run(run_to_end, argv, str(tmp_path / "1"), world=1)[0]
+    two = pool.run(run_to_end, [*argv, *SPLIT], str(tmp_path / "2"), world=2)[0]
+    equal(two, one, 2e-6)
+    assert one["step"] == two["step"] == 3
+
+
+@pytest.mark.parametrize("flavor", sample(("mixtral", "mamba2"), "mixtral"))
+def test_a_resume_on_another_mesh_has_the_numbers_of_one_run(pool, tmp_path, flavor):
+    argv = [*of(flavor), "--lr_scheduler.total_steps=4", "--training.steps=4"]
+    saving = ["--checkpoint.enable", "--checkpoint.interval=2"]
+    whole = pool.run(run_to_end, argv, str(tmp_path / "whole"), world=1)[0]
+    folder = str(tmp_path / "resumed")
+    pool.run(run_to_end, [*argv, *saving, "--training.steps=2"], folder, world=2)
+    resumed = pool.run(run_to_end, [*argv, *saving], folder, world=1)[0]
+    assert resumed["step"] == 4
+    equal(resumed, whole, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_the_registered_model_and_the_class_are_one_function(name):
+    ours = get_model(name)
+    flavor = ours.flavors["debugmodel"]
+    model, table = build_meta_model(ours, flavor, 32)
+    materialize(model, table, 0, torch.device("cpu"))
+    translation = Translation(ours, flavor)
+    weights = dict(model.named_parameters())
+    theirs = get_model("transformers")
+    values = ours.hf.config(flavor) if ours.hf else {}
+    config = theirs.configure("hf", values)
+    their_model, _ = build_meta_model(theirs, config, 32)
+    their_model.to_empty(device="cpu")
+    for module in their_model.modules():
+        reset: Any = getattr(module, "reset_buffers", lambda: None)
+        reset()
+    state = {
+        tensor.name: tensor.build([weights[part].detach() for part in tensor.parameters])
+        for tensor in translation.hf_tensors(torch.float32)
+    }
+    their_model.load_state_dict(state, strict=True)
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    logits = [each(tokens) for each in (model, their_model)]
+    assert relative_error(logits[1], logits[0]) < 1e-6
+    for each in logits:
+        each.square().mean().backward()
+    theirs_by_name = dict(their_model.named_parameters())
+    for tensor in translation.hf_tensors(torch.float32):
+        gradients = [weights[part].grad for part in tensor.parameters]
+        expected = tensor.build([each for each in gradients if each is not None])
+        found = theirs_by_name[tensor.name].grad
+        assert found is not None and relative_error(found, expected) < 3e-6, tensor.name
+
+
+@pytest.mark.parametrize("degree", ["tensor", "context", "pipeline", "expert"])
+def test_what_only_registered_models_have_is_refused_by_name(degree):
+    key = f"parallelism.{degree}_parallel_degree"
+    with pytest.raises(ConfigError) as error:
+        job([*of("debugmodel"), f"--{key}=2"], 2)
+    assert key in str(error.value) and str(error.value).count("registered models have it") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"hiden_size": 3}, "no key hiden_size in its config.json; nearest: hidden_size"),
+        ({"model_type": "lama"}, "nearest: llama"),
+        ({"model_type": "bert"}, "is_decoder"),
+        ({"hidden_size": "wide"}, "refuses the config of llama"),
+        ({"model_type": "mixtral", "output_router_logits": True}, "router_aux_loss_coef"),
+    ],
+)
+def test_a_config_that_transformers_would_take_silently_is_one_line(overrides, named):
+    argv = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in overrides.items()]
+    with pytest.raises(ConfigError, match=named) as error:
+        job([*of("debugmodel"), *argv], 1)
+    assert len(error.value.faults) == 1, str(error.value)
+
+
+def test_initial_values_have_the_distribution_of_the_class():
+    """GPT-2's differ by depth, Mamba 2's are no normal distribution."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = get_model("transformers")
+    for flavor in ("mamba2", "gemma2"):
+        config = spec.configure(flavor, {})
+        values = dataclasses.asdict(config)
+        torch.manual_seed(0)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+        model, table = build_meta_model(spec, config)
+        materialize(model, table, 0, torch.device("cpu"))
+        found = dict(model.named_parameters())
+        for name, parameter in theirs.named_parameters():
+            spread = parameter.std() if parameter.numel() > 1 else parameter.new_zeros(())
+            if parameter.numel() > 500:
+                assert abs(found[name].std() / spread - 1) < 0.2, name
+            elif not spread:
+                assert torch.equal(found[name], parameter), name
+        buffers = dict(model.named_buffers())
+        for name, buffer in theirs.named_buffers():
+            assert torch.equal(buffers[name], buffer), name
+
+
+def test_importing_titanlite_never_imports_transformers(tmp_path):
+    code = (
+        "import sys, titanlite.cli, titanlite.train.trainer\n"
+        "from titanlite.cli import main\n"
+        "main(['models', 'transformers']); main(['config'])\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_library_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("titanlite.models.transformers.find_spec", lambda name: None)
+    assert cli.main(["config", "--model.name", "transformers"]) == 2
+    assert "pip install 'titanlite[hf]'" in capsys.readouterr().err
+
+
+def test_a_folder_gives_the_flavor(tmp_path):
+    values = dataclasses.asdict(get_model("transformers").flavors["gemma2"])
+    Path(tmp_path, "config.json").write_text(
+        json.dumps({**values, "pad_token_id": None, "num_hidden_layers": 2})
+    )
+    argv = [*of("hf"), f"--model.hf_assets_path={tmp_path}"]
+    found = job(argv, 1)
+    assert found.shape.layers == 2 and found.model.pad_token_id is None
+    assert found.spec.blocks == "model.layers"
+
+
+@pytest.mark.parametrize("flavor", sample(("mixtral", "gpt_neox", "gemma2"), "mixtral"))
+def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
+    """Mixtral's experts are joined in the class and apart in the folder."""
+    from transformers import AutoModelForCausalLM
+
+    spec = get_model("transformers")
+    config = spec.configure(flavor, {})
+    model, table = build_meta_model(spec, config, 32)
+    materialize(model, table, 0, torch.device("cpu"))
+    weights = dict(model.named_parameters())
+    translation = Translation(spec, config)
+    files = documents(translation.config, torch.float32, None)
+    tensors = translation.hf_tensors(torch.float32)
+    export(tmp_path / "hf", tensors, files, lambda name, _: weights[name].detach())
+    names = {tensor.name for tensor in tensors}
+    assert (names == weights.keys()) == (flavor == "gemma2")
+    theirs, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert relative_error(theirs(tokens).logits, model(tokens)) < 1e-6
+    folder = HuggingFaceFolder(tmp_path / "hf", spec, config)
+    for name, weight in weights.items():
+        assert torch.equal(folder.read(name), weight), name
+
+
+def test_documents_are_kept_apart_as_if_each_were_alone():
+    spec = get_model("transformers")
+    model, table = build_meta_model(spec, spec.configure("gemma2", {}), 32)
+    materialize(model, table, 0, torch.device("cpu"))
+    tokens = torch.randint(256, (1, 24), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[7] * 10 + [8] * 14])
+    positions = torch.tensor([[*range(10), *range(14)]])
+    together = model(tokens, positions, documents)
+    for part in (slice(0, 10), slice(10, 24)):
+        assert relative_error(together[:, part], model(tokens[:, part])) < 1e-6
+    assert relative_error(together, model(tokens)) > 1e-3

@@ -1,0 +1,69 @@
+"""The config of a flavor with some fields replaced: every fault is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from titanlite.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from titanlite.registry.model import ModelSpec
+
+
+def configured(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:
+    """Return the flavor's config with some fields replaced.
+
+    An error names all that do not fit.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    legal = [*spec.flavors]
+    if spec.hf and spec.hf.fields:  # the overrides of flavor hf give all fields
+        legal.append("hf")
+    if flavor not in legal:
+        hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
+        raise UserError(
+            f'unknown flavor "{flavor}" of {spec.name}; {hint}legal: {", ".join(legal)}'
+        )
+    base, unknown = spec.flavors.get(flavor), list[str]()
+    cls = type(base or next(iter(spec.flavors.values())))
+    values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
+    if unknown:
+        raise UserError(f"{spec.name} has no field {', '.join(unknown)}")
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        faults = "; ".join(
+            ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()
+        )
+        faults = faults.replace("Value error, ", "").replace("Input should be", "must be")
+        # pydantic writes 1e-30 with thirty digits.
+        faults = re.sub(r"0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", faults)
+        raise UserError(faults) from None
+
+
+def _merged(
+    cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]
+) -> dict[str, Any]:
+    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by
+    one.
+    """
+    known = [field.name for field in dataclasses.fields(cls)]
+    types = get_type_hints(cls)
+    values = dict(base or {})
+    for name, value in overrides.items():
+        nested = [
+            t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)
+        ]
+        if name not in known:
+            hint = f"nearest: {nearest(name, known) or 'none'}; known: {', '.join(known)}"
+            unknown.append(f"{path}{name} ({hint})")
+        elif nested and isinstance(value, Mapping):
+            values[name] = _merged(nested[0], values.get(name), value, f"{path}{name}.", unknown)
+        else:
+            values[name] = value
+    return values
