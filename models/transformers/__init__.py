@@ -24,12 +24,10 @@ from titanlite.registry import (
     register_model,
 )
 
-_SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "vocab_size": 256,
-}
-_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 256}
+_HEADS = {"num_attention_heads": 4, "intermediate_size": 128}
+_FEWER = {**_HEADS, "num_key_value_heads": 2, "head_dim": 16}
+_FALCON = {"num_attention_heads": 4, "ffn_hidden_size": 128}
 _SCAN = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
 
 
@@ -39,23 +37,19 @@ def flavor_of(values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
-def _tiny(kind: str, **more: Any) -> Any:
-    values = {"model_type": kind, **_SIZES, **more}
-    if kind != "mamba2":
-        values |= {"max_position_embeddings": 8192}
-        values |= {"num_attention_heads": 4, "intermediate_size": 128}
-    return flavor_of(values)
+def _tiny(kind: str, sizes: Mapping[str, int], **more: int) -> Any:
+    return flavor_of({"model_type": kind, **_SIZES, **sizes, **more})
 
 
 FLAVORS = {
-    "debugmodel": _tiny("llama", **_HEADS),
-    "qwen3": _tiny("qwen3", **_HEADS),
-    "mistral": _tiny("mistral", **_HEADS, sliding_window=32),
-    "gemma2": _tiny("gemma2", **_HEADS, sliding_window=32),
-    "gpt_neox": _tiny("gpt_neox"),
-    "falcon": _tiny("falcon", ffn_hidden_size=128),
-    "mixtral": _tiny("mixtral", **_HEADS, num_local_experts=4),
-    "mamba2": _tiny("mamba2", **_SCAN),
+    "debugmodel": _tiny("llama", _FEWER),
+    "qwen3": _tiny("qwen3", _FEWER),
+    "mistral": _tiny("mistral", _FEWER, sliding_window=32),
+    "gemma2": _tiny("gemma2", _FEWER, sliding_window=32),
+    "gpt_neox": _tiny("gpt_neox", _HEADS),
+    "falcon": _tiny("falcon", _FALCON),
+    "mixtral": _tiny("mixtral", _FEWER, num_local_experts=4),
+    "mamba2": _tiny("mamba2", _SCAN),
 }
 
 
@@ -92,6 +86,26 @@ class TransformersSpec(ModelSpec):
     def of(self, model_config: Any) -> ModelSpec:
         return replace(self, **library().layout(as_json(model_config)))
 
+    def limits(self, model_config: Any) -> dict[str, str]:
+        answers = _answers(model_config)
+        why = {
+            "training.document_mask": f"documents are not kept apart ({answers['documents']})",
+            "training.loss_chunks": f"not the loss of the whole sequence ({answers['chunks']})",
+            "compile.enable": f"the blocks do not compile ({answers['compiles']})",
+        }
+        asked = {"training.document_mask": "documents", "training.loss_chunks": "chunks"}
+        asked["compile.enable"] = "compiles"
+        found = {key: why[key] for key, name in asked.items() if answers[name] != "yes"}
+        if answers["causal"].startswith("logits"):
+            found["model.name"] = "the class sees later tokens: it is no causal model"
+        elif answers["buffers"].startswith("not"):
+            found["model.name"] = f"buffers are not restored: {answers['buffers']}"
+        return found
+
+    def remark(self, model_config: Any) -> str:
+        answers = [f"{name} {answer}" for name, answer in _answers(model_config).items()]
+        return "a small instance of the class was tried: " + ", ".join(answers)
+
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(values)
@@ -106,6 +120,13 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def as_json(flavor: Any) -> str:
     return json.dumps(dataclasses.asdict(flavor), sort_keys=True)
+
+
+def _answers(flavor: Any) -> dict[str, str]:
+    library()
+    from titanlite.models.transformers import probe
+
+    return probe.probe(as_json(flavor))
 
 
 def shape(flavor: Any) -> ModelDims:

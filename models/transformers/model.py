@@ -57,8 +57,6 @@ def config_of(flavor: Any) -> Any:
             raise UserError(f"{kind} has no key {key} in its config.json{hint}")
     if config.is_encoder_decoder or getattr(config, "vision_config", None):
         raise UserError(f"{kind} is no decoder of text alone")
-    if getattr(config, "is_decoder", None) is False:
-        raise UserError(f"{kind} is not causal with is_decoder false")
     weight = getattr(config, "router_aux_loss_coef", 0) or 0
     if getattr(config, "output_router_logits", False) and weight > 0:
         raise UserError(
@@ -192,8 +190,11 @@ def _reset(model: Any, module: nn.Module) -> None:
 
 @lru_cache
 def layout(values: str) -> dict[str, Any]:
+    return layout_of(on_meta(json.loads(values)))
+
+
+def layout_of(model: Any) -> dict[str, Any]:
     """Return the names of a class's blocks and of what runs before and after them."""
-    model = on_meta(json.loads(values))
     split = {*(model._no_split_modules or ())}
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     blocks = {n: m for n, m in lists.items() if {type(b).__name__ for b in m} <= split} or lists

@@ -27,6 +27,7 @@ from titanlite.parallel.init import materialize
 from titanlite.registry import get_model
 
 THEIRS = [*QUIET, "--model.name=transformers", "--training.global_batch_size=4", "--debug.seed=3"]
+SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SPLIT = ["--training.loss_chunks=3", "--activation_checkpoint.mode=full"]
 FLAVORS = ("debugmodel", "qwen3", "mistral", "gemma2", "gpt_neox", "falcon", "mixtral", "mamba2")
 
@@ -111,7 +112,7 @@ def test_what_only_registered_models_have_is_refused_by_name(degree):
     [
         ({"hiden_size": 3}, "no key hiden_size in its config.json; nearest: hidden_size"),
         ({"model_type": "lama"}, "nearest: llama"),
-        ({"model_type": "bert"}, "is_decoder"),
+        ({"model_type": "bert", **SMALL_BERT}, "sees later tokens: it is no causal model"),
         ({"hidden_size": "wide"}, "refuses the config of llama"),
         ({"model_type": "mixtral", "output_router_logits": True}, "router_aux_loss_coef"),
     ],

@@ -37,7 +37,8 @@ class Job:
         """Return lines about legal settings that may surprise."""
         bare = pipeline.bare_stages(self.stages, self.spec.blocks)
         warmup = run.long_warmup(self.config)
-        return [*filter(None, (self.no_effect, warmup, run.idle_spikes(self.config), bare))]
+        lines = self.no_effect, warmup, run.idle_spikes(self.config), bare
+        return [*filter(None, (*lines, self.spec.remark(self.model)))]
 
     @property
     def no_effect(self) -> str:

@@ -196,6 +196,14 @@ class ModelSpec:
         """Return the model's spec for a flavor, where names of its modules depend on it."""
         return self
 
+    def limits(self, model_config: Any) -> Mapping[str, str]:
+        """Return config keys that the model does not allow to be set, each with the reason."""
+        return {}
+
+    def remark(self, model_config: Any) -> str:
+        """Return a line about the model for the start of a run."""
+        return ""
+
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
         return resolve_name(self.build)(model_config, positions)

@@ -72,6 +72,12 @@ def find_spec_of_flavor(refuse: Refuse, spec: ModelSpec, model: Any) -> ModelSpe
     return None
 
 
+def _the_model_allows_the_keys(loaded: Loaded, spec: ModelSpec, model: Any) -> Refusals:
+    for key, why in spec.limits(model).items():
+        if value_of(loaded.config, key) != KEYS[key].default:
+            yield key, f"{spec.name}: {why}"
+
+
 def _converters_exist(
     config: ConfigView, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported

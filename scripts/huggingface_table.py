@@ -1,0 +1,200 @@
+"""Train every causal language model of the installed transformers: python
+scripts/huggingface_table.py [--only llama,mamba2] [--out FILE.jsonl] [--table].
+
+A small instance of each class takes two steps on 2 ranks with recomputation, is saved, resumes on
+1 rank for two more, and is compared with four steps on 1 rank (SGD: a wrong scale shows). Its
+folder is written and read by transformers, and the logits compared. What the probe saw of the class
+is in the table too. Results are appended to the file as they come, and a later run continues;
+--table prints it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.job import Job, job_from
+from titanlite.config.load import parse_command_line
+from titanlite.registry import get_model
+from titanlite.runtime.cluster import RankInfo
+from titanlite.train.trainer import Trainer
+from titanlite.verify.pool import Pool
+
+SETTINGS = """
+    --training.seq_len=32 --training.local_batch_size=2 --training.global_batch_size=4
+    --metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end --job.device=cpu
+    --job.no_plan --fault.no_preflight --debug.seed=3 --optimizer.name=SGD --optimizer.lr=0.05
+    --lr_scheduler.warmup_steps=1 --lr_scheduler.total_steps=4 --model.name=transformers
+    --model.flavor=hf
+""".split()
+SAVING = ["--checkpoint.enable", "--checkpoint.interval=2"]
+BOUND = 1e-5
+"""Of a parameter after four steps in float32; scans and norms inside a class are in float32 too."""
+
+
+def job_of(kind: str, overrides: dict[str, Any], argv: list[str], world: int) -> Job:
+    line = parse_command_line(["--config", "debug.toml", *SETTINGS, *argv], {})
+    line.overrides["model.overrides"] = {"model_type": kind, **overrides}
+    return job_from(line, world=world, training=True)
+
+
+def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, torch.Tensor]:
+    """Train on this rank of the pool; return the weights."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    job = job_of(kind, overrides, argv, world)
+    run = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("no"))
+    run.train()
+    weights = {}
+    for name, parameter in run.parts[0].named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        weights[name] = full.detach().clone()
+    return weights
+
+
+def small_overrides(kind: str) -> dict[str, Any]:
+    """Return the keys of a class's config.json that make it small."""
+    from titanlite.models.transformers import flavor_of
+    from titanlite.models.transformers.model import config_of
+    from titanlite.models.transformers.probe import small_config
+
+    config = config_of(flavor_of({"model_type": kind}))
+    default = config.to_dict()
+    small = small_config(config)
+    changed = {key: value for key, value in small.items() if value != default.get(key)}
+    return json.loads(json.dumps(changed).replace(": null", ': "null"'))
+
+
+def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor]) -> float:
+    """Write the class's folder, let transformers read it, and return the error of its logits."""
+    from transformers import AutoModelForCausalLM
+
+    from titanlite.checkpoint.hf.export import export
+    from titanlite.checkpoint.hf.names import Translation, documents
+    from titanlite.parallel.build import build_meta_model
+    from titanlite.parallel.init import allocate
+
+    job = job_of(kind, overrides, [], 1)
+    translation = Translation(job.spec, job.model)
+    if translation.buffers:
+        names = ", ".join(translation.buffers)
+        raise ValueError(f"buffers that a checkpoint has: {names}")
+    files = documents(translation.config, torch.float32, None)
+    model, _ = build_meta_model(job.spec, job.model, 32)
+    allocate(model, torch.device("cpu"))
+    model.load_state_dict(weights, strict=False)
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "hf")
+        tensors = translation.hf_tensors(torch.float32)
+        export(target, tensors, files, lambda name, _: weights[name])
+        theirs, info = AutoModelForCausalLM.from_pretrained(
+            target, output_loading_info=True, dtype=torch.float32
+        )
+    if info["missing_keys"] or info["unexpected_keys"]:
+        raise ValueError(f"missing {info['missing_keys']}, unexpected {info['unexpected_keys']}")
+    tokens = torch.randint(4, job.shape.vocab_size, (2, 24))
+    with torch.no_grad():
+        return error_of(theirs(tokens, use_cache=False).logits, model(tokens))
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / (expected.norm() or 1.0))
+
+
+def check(kind: str, pool: Pool) -> dict[str, str]:
+    """Return what was seen of one class, by column; a reason under "why" ends it."""
+    from titanlite.models.transformers import as_json
+    from titanlite.models.transformers.probe import probe
+
+    seen: dict[str, str] = {}
+    try:
+        overrides = small_overrides(kind)
+        spec = get_model("transformers")
+        config = spec.configure("hf", {"model_type": kind, **overrides})
+        seen |= probe(as_json(config))
+        with tempfile.TemporaryDirectory() as folder:
+            whole = [f"--job.dump_folder={folder}/whole", "--training.steps=4"]
+            one = pool.run(train, kind, overrides, whole, world=1)[0]
+            parts = [f"--job.dump_folder={folder}/parts", *SAVING]
+            recomputed = [*parts, "--training.steps=2", "--activation_checkpoint.mode=full"]
+            pool.run(train, kind, overrides, recomputed, world=2)
+            two = pool.run(train, kind, overrides, [*parts, "--training.steps=4"], world=1)[0]
+        worst = max(one, key=lambda name: error_of(two[name], one[name]))
+        error = error_of(two[worst], one[worst])
+        seen["trains"] = f"{error:.0e}" if error < BOUND else f"differs: {worst} by {error:.0e}"
+        error = reload(kind, overrides, two)
+        seen["folder"] = f"{error:.0e}" if error < BOUND else f"differs: logits by {error:.0e}"
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        seen["why"] = f"{type(error).__name__}: {(lines or [''])[-1]}"[:220]
+    return seen
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """Return the Markdown table: the classes that hold, then the others with a reason."""
+    columns = ("trains", "folder", "documents", "chunks", "compiles")
+    lines = ["| model_type | " + " | ".join(columns) + " |", "|---" * 6 + "|"]
+    others = []
+    for kind, seen in sorted(results.items()):
+        if holds(seen):
+            cells = [seen[c] if len(seen[c]) < 8 else "no" for c in columns]
+            lines.append(f"| {kind} | {' | '.join(cells)} |")
+        else:
+            why = seen.get("why") or next(v for v in seen.values() if v.startswith("differs"))
+            others.append(f"| {kind} | {why.replace('|', '/')} |")
+    return "\n".join([*lines, "", "| does not | reason |", "|---|---|", *others])
+
+
+def holds(seen: dict[str, str]) -> bool:
+    return all(len(seen.get(name, "differs")) < 8 for name in ("trains", "folder"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=Path("huggingface_table.jsonl"))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, str]] = {}
+    if arguments.out.exists():
+        for line in arguments.out.read_text().splitlines():
+            entry = json.loads(line)
+            results[entry.pop("kind")] = entry
+    if arguments.table:
+        print(table(results))
+        return
+    from titanlite.models.transformers.model import CLASSES
+
+    warnings.simplefilter("ignore")
+    end = time.monotonic() + 60 * arguments.minutes
+    kinds = (
+        arguments.only.split(",") if arguments.only else [k for k in CLASSES if k not in results]
+    )
+    preload = ["titanlite.verify.harness", "titanlite.models.transformers.model"]
+    with closing(Pool(2, preload)) as pool:
+        for kind in kinds:
+            if time.monotonic() > end:
+                break
+            start = time.monotonic()
+            with contextlib.redirect_stderr(sys.stdout):
+                seen = check(kind, pool)
+            with arguments.out.open("a") as file:
+                file.write(json.dumps({"kind": kind, **seen}) + "\n")
+            print(f"{kind} {time.monotonic() - start:.0f} s {seen}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
