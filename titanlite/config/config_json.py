@@ -205,6 +205,9 @@ def config_faults(
     given = _one_form_of_rope(config)
     known = (theirs.keys() | ours.keys()) - {"architectures", *hf.unchecked_config_keys}
     for key in sorted(known):
+        is_harmless = any(fnmatchcase(key, pattern) for pattern in _HARMLESS)
+        if hf.is_any and is_harmless:
+            continue
         value = json.dumps(theirs.get(key))
         if key in ours or key in model:
             if theirs.get(key) != ours.get(key):
@@ -218,7 +221,7 @@ def config_faults(
                     f"config.json: {key} {value}{lacks}, "
                     f"but the model has {json.dumps(ours.get(key))}{remedy}"
                 )
-        elif theirs[key] and not any(fnmatchcase(key, pattern) for pattern in _HARMLESS):
+        elif theirs[key] and not is_harmless:
             faults.append(
                 f"config.json: {key} {value}, which the model does not know; "
                 "remove it if no value needs it"
