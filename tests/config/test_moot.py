@@ -157,7 +157,8 @@ model.name model.flavor model.hf_assets_path model.converters model.package mode
 model.overrides
 training.local_batch_size training.global_batch_size training.seq_len training.max_norm
 training.steps training.dtype training.mixed_precision_param training.enable_cpu_offload
-training.gc_freq training.packing training.document_mask training.loss_chunks training.mixture
+training.gc_freq training.text_key training.packing training.document_mask training.loss_chunks
+training.mixture
 training.dataloader.num_workers
 optimizer.name optimizer.lr optimizer.weight_decay optimizer.implementation
 lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio

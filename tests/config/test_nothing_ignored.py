@@ -191,6 +191,10 @@ FLIPS: dict[str, tuple[str, str]] = {
         '[{{dataset="python-stdlib",weight=0.5}},{{dataset="python-stdlib-validation",weight=0.5}}]',
         "",
     ),
+    "training.text_key": (
+        "other",
+        "--training.dataset=text --training.dataset_path={lines}",
+    ),
     "training.packing": ("first-fit", "--training.dataset=text --training.dataset_path={text}"),
     "training.document_mask": ("true", "--training.dataset=text --training.dataset_path={text}"),
     "training.mixed_precision_param": ("bfloat16", ""),
@@ -428,10 +432,13 @@ def observed(pool, tmp_path_factory):
     text = tmp_path_factory.mktemp("text")
     (text / "short.txt").write_text("abcdefg " * 5)
     (text / "second.txt").write_text("hij" * 10)
+    lines = tmp_path_factory.mktemp("lines") / "two.jsonl"
+    lines.write_text(json.dumps({"text": "abc " * 30, "other": "hij " * 30}))
     pools: Queue[Pool] = Queue()
 
     def run(options: str, world: int, folder: Path) -> Any:
-        argv = [*TINY, "--lr_scheduler.warmup_steps=0", *options.format(text=text).split()]
+        options = options.format(text=text, lines=lines)
+        argv = [*TINY, "--lr_scheduler.warmup_steps=0", *options.split()]
         free_pool = pools.get()
         try:
             return free_pool.run(observe, argv, str(folder), world=world)[0]

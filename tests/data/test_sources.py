@@ -1,5 +1,6 @@
 """Sources: the token stream of a data set, its fingerprint, and its errors."""
 
+import json
 import os
 import pickle
 import pwd
@@ -188,3 +189,23 @@ def test_a_missing_broken_or_too_large_tokenizer_is_named(tmp_path, assets):
         open_tokenizer(
             job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1)
         )
+
+
+def test_the_text_is_in_any_field_or_column(tmp_path):
+    lines = [json.dumps({"text": "wrong", "content": text}) for text in ("ab", "cd")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = open_source("training", "text", str(tmp_path), BYTES, 256, "content")
+    assert bytes(source.read(0, source.tokens).astype(np.uint8)) == b"ab\0cd\0"
+    other = open_source("training", "text", str(tmp_path), BYTES, 256)
+    assert bytes(other.read(0, 5).astype(np.uint8)) == b"wrong", "another field, another cache"
+    with pytest.raises(UserError, match='line 1: no "body" in it'):
+        open_source("training", "text", str(tmp_path), BYTES, 256, "body")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "table"
+    folder.mkdir()
+    parquet.write_table(pyarrow.table({"content": ["ab", "cd"]}), folder / "a.parquet")
+    source = open_source("training", "text", str(folder), BYTES, 256, "content")
+    assert bytes(source.read(0, source.tokens).astype(np.uint8)) == b"ab\0cd\0"
+    with pytest.raises(UserError, match='no column "text"; it has: content'):
+        open_source("training", "text", str(folder), BYTES, 256)

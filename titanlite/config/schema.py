@@ -113,6 +113,8 @@ class Training(Section):
     c4, c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
     """Folder or file of the data set, for text and tokens."""
+    text_key: str = "text"
+    """Field of a line of .jsonl, or column of a table, that holds a document's text."""
     local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
     global_batch_size: Literal[-1] | BatchSize = -1

@@ -2,7 +2,8 @@
 share.
 
 A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in
-"text"; a `.parquet` file one per row, in the column "text". This module imports no torch.
+"text" or another field; a `.parquet` file one per row, in such a column. This module imports no
+torch.
 """
 
 import gzip
@@ -37,6 +38,8 @@ class Documents:
     sizes: tuple[int, ...]
     skipped: tuple[str, ...] = ()
     """Names in the folder that are not read."""
+    text_key: str = "text"
+    """The field of a line, or the column, that holds the text."""
 
     @property
     def are_plain(self) -> bool:
@@ -57,7 +60,9 @@ class Documents:
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
-        sizes = (f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True))
+        sizes = [f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True)]
+        if self.text_key != "text":
+            sizes.append(self.text_key)
         return fingerprint("\n".join([tokenizer, *sizes]))
 
     def state(self) -> str:
@@ -152,35 +157,35 @@ class Piece:
     stop: int
     size: int  # bytes, for the progress bar
     last: bool  # whether the file ends with this piece
+    text_key: str = "text"
 
 
 def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
     """Yield all documents in order, in pieces of about `limit` bytes."""
+    key = documents.text_key
     for name, size in zip(documents.names, documents.sizes, strict=True):
         if name.endswith(".parquet"):
             table = _open_parquet(documents.root / name)
-            require_text(documents.root / name, table.schema_arrow)
+            require_text(documents.root / name, table.schema_arrow, key)
             metadata = table.metadata
             for group in range(metadata.num_row_groups):
                 group_bytes = metadata.row_group(group).total_byte_size
-                yield Piece(
-                    name, group, group + 1, group_bytes, group + 1 == metadata.num_row_groups
-                )
+                is_last = group + 1 == metadata.num_row_groups
+                yield Piece(name, group, group + 1, group_bytes, is_last, key)
             continue
         step = size if name.endswith(".gz") else limit
         for start in range(0, max(size, 1), max(step, 1)):
-            yield Piece(
-                name, start, min(start + step, size), min(step, size - start), start + step >= size
-            )
+            stop = min(start + step, size)
+            yield Piece(name, start, stop, stop - start, start + step >= size, key)
 
 
 def segments(root: Path, piece: Piece) -> Iterator[Segment]:
     """Yield the documents of a piece."""
-    path = root / piece.name
+    path, key = root / piece.name, piece.text_key
     if path.suffix == ".parquet":
         table = _open_parquet(path)
         try:
-            column = table.read_row_group(piece.start, columns=["text"])["text"].to_pylist()
+            column = table.read_row_group(piece.start, columns=[key])[key].to_pylist()
         except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
             raise UserError(
                 f"{path} is damaged: row group {piece.start}: {first_line(error)}"
@@ -192,15 +197,14 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
             with gzip.open(path) as file:
                 for number, line in enumerate(file, 1):
                     if not line.isspace():
-                        yield Segment(
-                            _json_text(partial("{}: line {}".format, path, number), line), True
-                        )
+                        where = partial("{}: line {}".format, path, number)
+                        yield Segment(_json_text(where, line, key), True)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     elif path.suffix == ".jsonl":
         for offset, line in _lines(path, piece):
             if not line.isspace():
-                yield Segment(_json_text(partial(_line_at, path, offset), line), True)
+                yield Segment(_json_text(partial(_line_at, path, offset), line, key), True)
     else:
         lines: list[bytes] = []
         size = 0
@@ -228,26 +232,26 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
             yield offset, line
 
 
-def _json_text(source: Callable[[], str], line: bytes) -> str:
-    """Return the "text" of a line of JSON.
+def _json_text(source: Callable[[], str], line: bytes, key: str) -> str:
+    """Return the text of a line of JSON.
 
     `source` returns the file and line to name in an error.
     """
     text: Any = None
     try:
-        text = json.loads(line)["text"]
+        text = json.loads(line)[key]
         text.encode()
         return text
     except UnicodeEncodeError as error:
         half = text[error.start].encode("ascii", "backslashreplace").decode()
         reason = (
-            f'"text" has {half}, half of a surrogate pair, which is not a character; '
+            f'"{key}" has {half}, half of a surrogate pair, which is not a character; '
             "replace it, e.g. with \\ufffd"
         )
     except AttributeError:
-        reason = f'"text" is {json.dumps(text)[:40]}, not a string'
+        reason = f'"{key}" is {json.dumps(text)[:40]}, not a string'
     except KeyError:
-        reason = 'no "text" in it'
+        reason = f'no "{key}" in it'
     except (ValueError, TypeError) as error:
         reason = f"not a JSON object: {error}"
     raise UserError(f"{source()}: {reason}")
@@ -259,13 +263,13 @@ def _line_at(path: Path, offset: int) -> str:
     return f"{path}: line {sum(1 for _ in before) + 1}"
 
 
-def require_text(source: object, schema: Any) -> None:
-    """Raise a UserError unless an Arrow schema has a column "text" of strings."""
-    if "text" not in schema.names:
-        raise UserError(f'{source} has no column "text"; it has: {", ".join(schema.names)}')
-    kind = str(schema.field("text").type)
+def require_text(source: object, schema: Any, key: str) -> None:
+    """Raise a UserError unless an Arrow schema has this column, of strings."""
+    if key not in schema.names:
+        raise UserError(f'{source} has no column "{key}"; it has: {", ".join(schema.names)}')
+    kind = str(schema.field(key).type)
     if not re.match(r"(dictionary<values=)?(large_)?string|null$", kind):
-        raise UserError(f'{source}: the column "text" holds {kind}, not strings')
+        raise UserError(f'{source}: the column "{key}" holds {kind}, not strings')
 
 
 def _open_parquet(path: Path) -> Any:

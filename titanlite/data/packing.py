@@ -4,6 +4,8 @@ A window has rows of seq_len numbers: tokens, labels (the next tokens, or IGNORE
 document mask also the number of each token's document and its position in it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +36,9 @@ class Concatenated:
 
     def fill(self, out: np.ndarray, number: int) -> None:
         """Write window `number` into `out`, of two rows, or four under a document mask."""
-        ids = self._source.read(number * self._seq_len, self._seq_len + 1)
-        fill(out, ids, self._source.end)
+        start = number * self._seq_len
+        ids = self._source.read(start, self._seq_len + 1)
+        fill(out, ids, partial(self._source.is_end, start))
 
 
 class Packed:
@@ -79,8 +82,11 @@ def blank(out: np.ndarray) -> None:
     out[DOCUMENTS:POSITIONS] = -1  # no row without a document mask
 
 
-def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
-    """Write `ids`, the tokens of a window and the next one, into `out`; if there are fewer, pad."""
+def fill(out: np.ndarray, ids: np.ndarray, find_ended: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Write `ids`, the tokens of a window and the next one, into `out`; if there are fewer, pad.
+
+    `find_ended` returns which of the tokens are the last of a document.
+    """
     tokens = ids[:-1]
     labels = ids[1:]
     length = len(tokens)
@@ -90,7 +96,7 @@ def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
         out[TOKENS, :length] = tokens
         out[LABELS, :length] = labels
         return
-    ended = tokens == end
+    ended = find_ended(tokens)
     documents = np.cumsum(ended) - ended
     # After an end, the next token belongs to a document that this one cannot see.
     labels = np.where(ended, IGNORED, labels.astype(np.int64))
@@ -99,7 +105,7 @@ def fill(out: np.ndarray, ids: np.ndarray, end: int) -> None:
 
 def require_ends(source: Source, key: str) -> None:
     """Raise a UserError if the source does not mark where documents end."""
-    if source.end < 0:
+    if source.end < 0 and not source.has_index:
         raise UserError(
             f"{key}: these shards do not mark document ends, which document_mask and first-fit "
             "need; name their tokenizer in model.hf_assets_path"

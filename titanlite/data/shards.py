@@ -2,7 +2,7 @@
 
 `.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
 version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
-vocabulary, or numpy's own format.
+vocabulary, or numpy's own format. A `.bin` with an `.idx` beside it is Megatron's.
 """
 
 import bisect
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.fingerprint import fingerprint as hash_text
+from titanlite.data.megatron import index_of, read_index
 from titanlite.errors import RunFailed, UserError, first_line
 
 MAGIC = 20240520
@@ -62,6 +63,9 @@ class Shard:
 def open_shard(path: Path, vocab_size: int) -> Shard:
     """Find the ids of one shard; raise a UserError if its format is wrong."""
     try:
+        if index := index_of(path):
+            dtype, ends = read_index(index, path.stat().st_size)
+            return Shard(path, dtype, 0, int(ends[-1:].sum()))
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
         size = path.stat().st_size
@@ -149,6 +153,8 @@ class ShardSource:
             listing = "\n".join(f"{shard.path.name}:{shard.tokens}" for shard in self._shards)
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
+        # Documents end where it says, with or without an end token.
+        self.has_index = any(index_of(shard.path) for shard in self._shards)
         # Of the text that was prepared.
         self.state: str = self.manifest["state"] if self.manifest else ""
 
@@ -206,6 +212,16 @@ class ShardSource:
             raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
         return np.frombuffer(content, shard.dtype)
 
+    def is_end(self, start: int, tokens: np.ndarray) -> np.ndarray:
+        """Return whether a document ends with each of the tokens from position `start` on."""
+        if not self.has_index:
+            return tokens == self.end
+        stop = start + len(tokens)
+        ends = self.document_ends(start, stop + 1)
+        found = np.zeros(len(tokens), dtype=bool)
+        found[ends[ends <= stop] - start - 1] = True
+        return found
+
     def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the position after each document's end token in a region, and its end."""
         stop = self.tokens if stop is None else stop
@@ -214,8 +230,9 @@ class ShardSource:
             shard = self._shards[number]
             first = self._stops[number] - shard.tokens
             index = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
-            if index.exists():
-                found = _load_numbers(index)
+            foreign = index_of(shard.path)
+            if foreign or index.exists():
+                found = read_index(foreign, shard.size)[1] if foreign else _load_numbers(index)
                 low, high = np.searchsorted(found, (offset, offset + length), side="right")
                 ends.append(found[low:high].astype(np.int64) + first)
                 continue

@@ -7,6 +7,7 @@ cache.
 import bisect
 import itertools
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from titanlite.errors import RunFailed, UserError, nearest
 NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS)
 
 
-def find_documents(key: str, name: str, path: str) -> Documents | None:
+def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Documents | None:
     """Find the documents of a data set, None for shards.
 
     `key` is the config section to name in an error.
@@ -29,7 +30,7 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
     if name == "text":
-        return text_files(f"{key}.dataset_path", path, path)
+        return replace(text_files(f"{key}.dataset_path", path, path), text_key=text_key)
     if name == "tokens":
         return None
     hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
@@ -38,10 +39,15 @@ def find_documents(key: str, name: str, path: str) -> Documents | None:
 
 
 def open_source(
-    key: str, name: str, path: str, tokenizer: Tokenizer | None, vocab_size: int
+    key: str,
+    name: str,
+    path: str,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    text_key: str = "text",
 ) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
-    documents = find_documents(key, name, path)
+    documents = find_documents(key, name, path, text_key)
     if documents is None:
         source = ShardSource(key, Path(path), vocab_size, tokenizer.end if tokenizer else -1)
         check_tokenizer(key, source.folder, tokenizer)
@@ -64,6 +70,10 @@ class ByteSource:
         self.tokens = self._stops[-1]
         self.fingerprint = f"{documents.fingerprint(tokenizer.fingerprint)}+{self._hash_content()}"
         self.state = ""
+        self.has_index = False
+
+    def is_end(self, start: int, tokens: np.ndarray) -> np.ndarray:
+        return tokens == self.end
 
     def _hash_content(self) -> str:
         """Hash up to 64 MiB whole, and of more text 1,024 samples of 64 KiB."""

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
@@ -54,6 +55,7 @@ class Stream:
     repeat: bool
     masked: bool = False
     stall_timeout: float = 10.0
+    text_key: str = "text"
     pause: float = 1.0  # seconds before the first retry, doubled for each further one
     block: int = 4096  # documents that are shuffled together
     read: int = 256  # documents that are read at a time
@@ -186,7 +188,8 @@ class Reader:
         self._windows_emitted += 1
         out = stream.blank_window()
         if len(self._leftover_tokens) >= 2:
-            fill(out, self._leftover_tokens[: stream.seq_len + 1], stream.tokenizer.end)
+            ended = partial(np.equal, stream.tokenizer.end)
+            fill(out, self._leftover_tokens[: stream.seq_len + 1], ended)
             self._leftover_tokens = self._leftover_tokens[stream.seq_len :]
         return out
 
@@ -304,8 +307,8 @@ def _text_columns(stream: Stream, file: int) -> Iterator[Any]:
     """
     shard = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
     for table in shard.iter(batch_size=stream.read):
-        require_text(stream.name, table.schema)
-        yield table["text"]
+        require_text(stream.name, table.schema, stream.text_key)
+        yield table[stream.text_key]
 
 
 class _RankStream(IterableDataset):

@@ -102,11 +102,13 @@ def _open(
         name, shards = open_stream(key, dataset, parts[0].dataset_path)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
         stall_timeout = training.dataloader.stall_timeout_seconds
-        return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, stall_timeout)
+        settings = stall_timeout, training.text_key
+        return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
     vocab_size = job.shape.vocab_size
-    sources = [
-        open_source(key, part.dataset, part.dataset_path, tokenizer, vocab_size) for part in parts
-    ]
+    sources = []
+    for part in parts:
+        name, path = part.dataset, part.dataset_path
+        sources.append(open_source(key, name, path, tokenizer, vocab_size, training.text_key))
     windows: list[WindowSource] = []
     identity: list[str] = []
     contents = ""

@@ -92,7 +92,8 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             part.dataset in ("text", "tokens") and not part.dataset_path
         ):
             continue
-        checks.append((find_documents, section, part.dataset, part.dataset_path))
+        text_key = config.training.text_key
+        checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
         if part.dataset == "tokens":
             checks.append((_require_path, section, part.dataset_path))
     for function, *arguments in checks:
