@@ -73,7 +73,7 @@ def small_overrides(kind: str) -> dict[str, Any]:
     default = config.to_dict()
     small = small_config(config)
     changed = {key: value for key, value in small.items() if value != default.get(key)}
-    return json.loads(json.dumps(changed).replace(": null", ': "null"'))
+    return json.loads(json.dumps(changed).replace(": null", ': "none"'))
 
 
 def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor]) -> float:

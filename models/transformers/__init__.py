@@ -37,6 +37,16 @@ def flavor_of(values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
+_NEEDED = {
+    "documents": ("training.document_mask", "its documents are not kept apart"),
+    "chunks": ("training.loss_chunks", "its head gives other logits in chunks"),
+    "compiles": ("compile.enable", "its blocks do not compile"),
+    "buffers": ("model.name", "its buffers are not restored"),
+    "causal": ("model.name", "it sees later tokens, so it is no causal model"),
+}
+"""What a class must do for a key, by the question of the probe."""
+
+
 def _tiny(kind: str, sizes: Mapping[str, int], **more: int) -> Any:
     return flavor_of({"model_type": kind, **_SIZES, **sizes, **more})
 
@@ -67,7 +77,7 @@ class TransformersSpec(ModelSpec):
     """The spec of all classes; `of` returns that of one, with the names of its modules."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
-        """Return the flavor's config.json with some keys replaced; "null" stands for null."""
+        """Return the flavor's config.json with some keys replaced; "none" stands for null."""
         if flavor not in self.flavors and flavor != "hf":
             legal = [*self.flavors, "hf"]
             hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
@@ -80,26 +90,21 @@ class TransformersSpec(ModelSpec):
         values = _merged(values, overrides)
         if not values.get("model_type"):
             raise UserError("model.overrides has no model_type; flavor hf takes a config.json")
-        library().config_of(flavor_of(values))
-        return flavor_of(values)
+        configured = flavor_of(values)
+        library().layout(as_json(configured))  # refuses what it can't be built of
+        return configured
 
     def of(self, model_config: Any) -> ModelSpec:
         return replace(self, **library().layout(as_json(model_config)))
 
     def limits(self, model_config: Any) -> dict[str, str]:
         answers = _answers(model_config)
-        why = {
-            "training.document_mask": f"documents are not kept apart ({answers['documents']})",
-            "training.loss_chunks": f"not the loss of the whole sequence ({answers['chunks']})",
-            "compile.enable": f"the blocks do not compile ({answers['compiles']})",
-        }
-        asked = {"training.document_mask": "documents", "training.loss_chunks": "chunks"}
-        asked["compile.enable"] = "compiles"
-        found = {key: why[key] for key, name in asked.items() if answers[name] != "yes"}
-        if answers["causal"].startswith("logits"):
-            found["model.name"] = "the class sees later tokens: it is no causal model"
-        elif answers["buffers"].startswith("not"):
-            found["model.name"] = f"buffers are not restored: {answers['buffers']}"
+        found: dict[str, str] = {}
+        for question, (key, means) in _NEEDED.items():
+            answer = answers[question]
+            is_unknown = answer.startswith("unknown")
+            if answer != "yes" and not (key == "model.name" and is_unknown):
+                found[key] = f"{means}: on a small instance of the class, {answer}"
         return found
 
     def remark(self, model_config: Any) -> str:
@@ -114,7 +119,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             below = merged.get(key)
             merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
         else:
-            merged[key] = None if value == "null" else value
+            merged[key] = None if value == "none" else value
     return merged
 
 

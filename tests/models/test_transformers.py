@@ -112,7 +112,7 @@ def test_what_only_registered_models_have_is_refused_by_name(degree):
     [
         ({"hiden_size": 3}, "no key hiden_size in its config.json; nearest: hidden_size"),
         ({"model_type": "lama"}, "nearest: llama"),
-        ({"model_type": "bert", **SMALL_BERT}, "sees later tokens: it is no causal model"),
+        ({"model_type": "bert", **SMALL_BERT}, "sees later tokens, so it is no causal model"),
         ({"hidden_size": "wide"}, "refuses the config of llama"),
         ({"model_type": "mixtral", "output_router_logits": True}, "router_aux_loss_coef"),
     ],
@@ -138,6 +138,8 @@ def test_initial_values_have_the_distribution_of_the_class():
         materialize(model, table, 0, torch.device("cpu"))
         found = dict(model.named_parameters())
         for name, parameter in theirs.named_parameters():
+            # Biases, and the row of the padding token.
+            assert torch.equal(found[name] == 0, parameter == 0), name
             spread = parameter.std() if parameter.numel() > 1 else parameter.new_zeros(())
             if parameter.numel() > 500:
                 assert abs(found[name].std() / spread - 1) < 0.2, name

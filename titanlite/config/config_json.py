@@ -57,9 +57,9 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
     folder = Path(paths[with_config[0]]) if with_config else None
     if folder and not name_is_given:
         spec = get_model(model_of(folder))
-    if not (spec.hf and (spec.hf.fields or spec.hf.is_any)):
+    if not (spec.hf and (spec.hf.fields or spec.hf.conversions)):
         return "", {}
-    if folder is None and spec.hf.is_any and config.model.overrides:
+    if folder is None and spec.hf.conversions and config.model.overrides:
         return "", {}
     if folder is None:
         fields = dataclasses.fields(type(next(iter(spec.flavors.values()))))
@@ -85,8 +85,8 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     """
     assert spec.hf
     given, path = read_config(folder), folder / "config.json"
-    if spec.hf.is_any:
-        return _without_null(given)
+    if spec.hf.conversions:
+        return given
     if given.get("model_type") not in _model_types(spec):
         name = model_of(folder)
         raise UserError(
@@ -107,16 +107,6 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     return fields
 
 
-def _without_null(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table for TOML, which has no null."""
-    found = {}
-    for key, value in table.items():
-        found[key] = _without_null(value) if isinstance(value, Mapping) else value
-        if value is None:
-            found[key] = "null"
-    return found
-
-
 def model_of(folder: Path) -> str:
     """Return the name of the registered model that a folder's config.json is of."""
     kind, kinds = read_config(folder).get("model_type"), list[str]()
@@ -132,7 +122,7 @@ def model_of(folder: Path) -> str:
 
 def _model_types(spec: ModelSpec) -> list[str]:
     """Return every model_type that this model's flavors can have, such as qwen3 and qwen3_moe."""
-    if not spec.hf or spec.hf.is_any:  # not to import all of transformers
+    if not spec.hf or spec.hf.conversions:  # not to import all of transformers
         return []
     configs = map(spec.hf.config, spec.flavors.values())
     return [*dict.fromkeys(config["model_type"] for config in configs if "model_type" in config)]
@@ -206,7 +196,7 @@ def config_faults(
     known = (theirs.keys() | ours.keys()) - {"architectures", *hf.unchecked_config_keys}
     for key in sorted(known):
         is_harmless = any(fnmatchcase(key, pattern) for pattern in _HARMLESS)
-        if hf.is_any and is_harmless:
+        if hf.conversions and is_harmless:
             continue
         value = json.dumps(theirs.get(key))
         if key in ours or key in model:

@@ -85,7 +85,7 @@ def job_from(
     facts = Facts(loaded, world)
     facts.find("spec", run.find_spec)
     facts.find("model", run.find_model)
-    facts.find("spec", run.find_spec_of_flavor)
+    facts.find("spec", lambda spec, model: spec.of(model))
     facts.find("shape", lambda spec, model: spec.shape(model))
     facts.apply(run)
     facts.find("layout", parallel.find_layout)

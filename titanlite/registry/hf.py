@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -86,18 +86,18 @@ class FusedSlice:
     dim: int = 0
 
 
-class Conversion:
+class Conversion(Protocol):
     """A parameter that is several tensors of a folder."""
 
     names: tuple[str, ...]
 
     def to_hf(self, weight: torch.Tensor, name: str) -> torch.Tensor:
         """Return one of the tensors."""
-        raise NotImplementedError
+        ...
 
     def from_hf(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the parameter, of the tensors that `read` returns by name."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,3 @@ class HuggingFace:
 
     With it a flavor is any config.json, as it is.
     """
-
-    @property
-    def is_any(self) -> bool:
-        return self.conversions is not None

@@ -6,7 +6,6 @@ import dataclasses
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, get_args, get_type_hints
 
 from titanlite.config.options import declare
@@ -98,8 +97,8 @@ def markdown(specs: list[ModelSpec]) -> str:
             lines = (header, ["---"] * len(header), *rows)
             out += ["| " + " | ".join(line) + " |" for line in lines]
             out.append("")
-        more = Path(resolve_name(spec.build.partition(":")[0].rpartition(".")[0]).__path__[0])
-        if (page := more / "README.md").is_file():
+        page = Path(__file__).parents[1] / "models" / spec.name / "README.md"
+        if page.is_file():
             out.append(page.read_text(encoding="utf-8"))
     return "\n".join(out)
 

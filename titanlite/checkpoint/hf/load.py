@@ -38,7 +38,7 @@ class HuggingFaceFolder:
         check_exclude_patterns(exclude, {f"model.{name}" for name in table})
         self.names = [name for name in table if not excluded(f"model.{name}", exclude)]
         self._config = read_config(folder)
-        if self.translation.hf.is_any:
+        if self.translation.hf.conversions:
             self._config = self.translation.hf.config(spec.configure("hf", self._config))
         contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
         faults = [*self._reader.faults, *contradictions, *self._differences()]

@@ -95,8 +95,8 @@ class Translation:
             weight = torch.empty(self.shapes[name], device="meta")
             for hf_name in conversion.names:
                 shape = tuple(conversion.to_hf(weight, hf_name).shape)
-                given = (hf_name, (name,), shape, dtype)
-                tensors.append(HFTensor(*given, conversion=conversion))
+                made = HFTensor(hf_name, (name,), shape, dtype, conversion=conversion)
+                tensors.append(made)
         for name, rule in self.table.items():
             if name in self.conversions:
                 continue

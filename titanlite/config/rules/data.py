@@ -61,13 +61,17 @@ def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) ->
 def _data_sets_have_paths(config: ConfigView) -> Refusals:
     for section in ("training", "validation") if config.validation.enable else ("training",):
         view = getattr(config, section)
-        if view.dataset.startswith("python-stdlib") and view.dataset_path:
-            yield (
-                f"{section}.dataset_path",
-                f'the data set "{view.dataset}" has no path; remove the key',
-            )
-        if view.dataset in ("text", "tokens") and not view.dataset_path:
-            yield f"{section}.dataset_path", f'the data set "{view.dataset}" needs a folder or file'
+        if why := _path_fault(view.dataset, view.dataset_path):
+            yield f"{section}.dataset_path", why
+
+
+def _path_fault(name: str, path: str) -> str:
+    """Return what is wrong with the dataset_path of a data set, or an empty string."""
+    if name in ("text", "tokens") and not path:
+        return f'the data set "{name}" needs a folder or file in dataset_path'
+    if name.startswith("python-stdlib") and path:
+        return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
+    return ""
 
 
 def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
@@ -120,14 +124,5 @@ def _mixtures_add_up(config: ConfigView) -> Refusals:
                 f"every source of training.mixture has its own {name}; remove the key",
             )
     for part in parts:
-        if part.dataset in ("text", "tokens") and not part.dataset_path:
-            yield (
-                "training.mixture",
-                f'the data set "{part.dataset}" needs a folder or file in dataset_path',
-            )
-        if part.dataset.startswith("python-stdlib") and part.dataset_path:
-            why = (
-                f'the data set "{part.dataset}" has no path; '
-                f'remove dataset_path = "{part.dataset_path}"'
-            )
+        if why := _path_fault(part.dataset, part.dataset_path):
             yield "training.mixture", why

@@ -63,15 +63,6 @@ def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
     return None
 
 
-def find_spec_of_flavor(refuse: Refuse, spec: ModelSpec, model: Any) -> ModelSpec | None:
-    """Return the model's spec for the flavor."""
-    try:
-        return spec.of(model)
-    except UserError as error:
-        refuse("model.name", f"{error}")
-    return None
-
-
 def _the_model_allows_the_keys(loaded: Loaded, spec: ModelSpec, model: Any) -> Refusals:
     for key, why in spec.limits(model).items():
         if value_of(loaded.config, key) != KEYS[key].default:
