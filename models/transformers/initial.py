@@ -60,7 +60,8 @@ def _watch(model: Any) -> dict[str, list[Write]]:
             name = names.get(id(tensor._base))
             kind = "row" if kind == "constant" and value == 0 and tensor.dim() == 1 else "part"
             value = tensor.storage_offset() // max(1, tensor.numel())
-        if name is not None:
+        # A head that shares the embedding's weight is initialized before it shares it.
+        if name is not None and name.startswith(owner[0]):
             writes.setdefault(name, []).append((kind, value, owner[0]))
         return tensor
 
