@@ -64,8 +64,9 @@ def open_shard(path: Path, vocab_size: int) -> Shard:
     """Find the ids of one shard; raise a UserError if its format is wrong."""
     try:
         if index := index_of(path):
-            dtype, ends = read_index(index, path.stat().st_size)
-            return Shard(path, dtype, 0, int(ends[-1:].sum()))
+            size = path.stat().st_size
+            dtype, _ = read_index(index, size)
+            return Shard(path, dtype, 0, size // dtype.itemsize)
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
         size = path.stat().st_size
@@ -218,9 +219,7 @@ class ShardSource:
             return tokens == self.end
         stop = start + len(tokens)
         ends = self.document_ends(start, stop + 1)
-        found = np.zeros(len(tokens), dtype=bool)
-        found[ends[ends <= stop] - start - 1] = True
-        return found
+        return np.isin(np.arange(start + 1, stop + 1), ends)
 
     def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the position after each document's end token in a region, and its end."""

@@ -105,10 +105,8 @@ def _open(
         settings = stall_timeout, training.text_key
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
     vocab_size = job.shape.vocab_size
-    sources = []
-    for part in parts:
-        name, path = part.dataset, part.dataset_path
-        sources.append(open_source(key, name, path, tokenizer, vocab_size, training.text_key))
+    more = tokenizer, vocab_size, training.text_key
+    sources = [open_source(key, part.dataset, part.dataset_path, *more) for part in parts]
     windows: list[WindowSource] = []
     identity: list[str] = []
     contents = ""
