@@ -63,13 +63,12 @@ class Shard:
 def open_shard(path: Path, vocab_size: int) -> Shard:
     """Find the ids of one shard; raise a UserError if its format is wrong."""
     try:
+        size = path.stat().st_size
         if index := index_of(path):
-            size = path.stat().st_size
             dtype, _ = read_index(index, size)
             return Shard(path, dtype, 0, size // dtype.itemsize)
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
-        size = path.stat().st_size
         first = np.fromfile(path, dtype=np.int32, count=3)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
