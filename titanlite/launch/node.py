@@ -8,6 +8,7 @@ come back, but not node 0."""
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
 import time
@@ -32,7 +33,7 @@ from titanlite.launch.terminal import say
 from titanlite.launch.workers import kill_group
 from titanlite.runtime.cluster import RESOLVER, raise_file_limit
 from titanlite.runtime.page import read_pages
-from titanlite.runtime.rank_files import ATTEMPT, STACK, attempt_prefix, rank_file
+from titanlite.runtime.rank_files import ATTEMPT, RANKS, STACK, attempt_prefix, rank_file
 
 LEAVE_SECONDS = 30.0
 """Time for all launchers to read the end of the run."""
@@ -63,6 +64,7 @@ class Node:
         self.rank, self.processes = nodes.rank, processes
         self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
+        self._kept_at = 0
         self._old_keys: list[str] = []
         """Of attempts that are over, on node 0."""
         if nodes.count > 1:
@@ -177,6 +179,22 @@ class Node:
         for key in self._old_keys[-KEYS_A_POLL:]:
             self._store.delete_key(key)
         del self._old_keys[-KEYS_A_POLL:]
+        self._keep_beats()
+
+    def _keep_beats(self) -> None:
+        """Write the places of all ranks on node 0, for other processes."""
+        board = self._board
+        if self.rank > 0 or board.exchanges == self._kept_at:
+            return
+        self._kept_at = board.exchanges
+        beats = {}
+        for status in board.statuses.values():
+            beats |= status.beats
+        file = Path(self._config.job.dump_folder, "logs", RANKS)
+        with suppress(OSError):
+            draft = file.with_suffix(".new")
+            draft.write_text(json.dumps(beats, default=vars), encoding="utf-8")
+            draft.replace(file)
 
     def _look(self, status: Status) -> Status:
         """Add the beats and the requests of this node's ranks."""
@@ -255,6 +273,7 @@ class Node:
         with suppress(RunFailed, TimeoutError):
             self._wait(lambda decision: board.exchanges > exchanges + 1, OVER_SECONDS)
             self._wait(lambda decision: self._are_others_gone(), LEAVE_SECONDS)
+        self._keep_beats()
         board.end()
 
     def _are_others_gone(self) -> bool:

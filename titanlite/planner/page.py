@@ -10,15 +10,14 @@ from html import escape
 from itertools import groupby
 from math import ceil
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from titanlite.errors import UserError
-from titanlite.layout import DIMENSIONS
+from titanlite.layout import DIMENSIONS, Layout
+from titanlite.observe.page import Number, Table, html_table, write_html
 from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import Plan, phases_of
 from titanlite.planner.speed import LANES
-from titanlite.planner.tables import Number, Table, gib, heading, tables
+from titanlite.planner.tables import gib, heading, tables
 
 STACK = "optimizer parameters buffers gradients gathered communication activations logits".split()
 """Kinds of memory from the bottom of the stack: lasting ones are below temporary ones."""
@@ -29,25 +28,24 @@ Row = dict[str, Any]
 
 def write_page(plan: Plan, path: Path) -> None:
     """Write the page of a plan."""
-    try:
-        path.write_text(render(plan), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {path} can't be written: {error.strerror}") from error
-
-
-def render(plan: Plan) -> str:
-    """Return the page."""
-    title, step, verdict = map(escape, heading(plan))
+    title, step, verdict = heading(plan)
     phases = [*_phases(plan)]
+    hardware = plan.hardware
+    node = hardware.node
+    links = (
+        f"<p>In a node {node.link:g} GB/s of each GPU, "
+        f"between nodes {node.nics} x {hardware.nic:g} GB/s.</p>"
+    )
     pictures = {
         "memory": _legend(STACK) + _draw_memory(plan, phases),
-        "communication": _legend(["rank 0", *_split(plan)]) + _draw_mesh(plan),
+        "communication": draw_mesh(plan.job.layout, node.gpus) + links,
         "speed": _legend(LANES) + _draw_lanes(plan, phases),
     }
-    parts = [f"<p>{escape(plan.job.config.job.description)}</p><p>{step}</p>"]
-    parts.append(f'<p id="verdict" class="{"fits" if plan.fits else "over"}">{verdict}</p>')
+    parts = [f"<p>{escape(plan.job.config.job.description)}</p><p>{escape(step)}</p>"]
+    state = "fits" if plan.fits else "over"
+    parts.append(f'<p id="verdict" class="{state}">{escape(verdict)}</p>')
     for table in tables(plan):
-        parts += [f"<h2>{escape(table.title)}</h2>", pictures.get(table.name, ""), _html(table)]
+        parts.append(html_table(table, pictures.get(table.name, "")))
     header = ("phase", "starts, s", "takes, s", "GiB together", *STACK)
     rows = [
         (
@@ -60,31 +58,9 @@ def render(plan: Plan) -> str:
     ]
     parts.append(
         "<details><summary>Every phase</summary>"
-        f"{_html(Table('phases', '', header, rows))}</details>"
+        f"{html_table(Table('phases', '', header, rows))}</details>"
     )
-    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-    return template.substitute(title=title, body="\n".join(parts))
-
-
-def _html(table: Table) -> str:
-    """Return a table, numbers with their exact values."""
-
-    def cell(value: str | Number) -> str:
-        shown = escape(f"{value}")
-        if isinstance(value, Number):
-            shown = f'<data value="{value.value}">{value}</data>'
-        return f"<td>{shown}</td>"
-
-    heads = "".join(f"<th>{escape(head)}</th>" for head in table.header)
-    rows = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
-    notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
-    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
-    if not rows:
-        return below
-    return (
-        f'<table id="{table.name}"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table>{below}"
-    )
+    write_html(path, f"Plan of {title}", "\n".join(parts))
 
 
 def _phases(plan: Plan) -> Iterator[Row]:
@@ -194,24 +170,24 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
     return _svg("speed", parts, height + 12, "When a GPU computes, gathers, reduces, and waits")
 
 
-def _split(plan: Plan) -> list[str]:
-    return [name for name in DIMENSIONS if getattr(plan.job.layout, name) > 1]
+def _split(layout: Layout) -> list[str]:
+    return [name for name in DIMENSIONS if getattr(layout, name) > 1]
 
 
-def _draw_mesh(plan: Plan) -> str:
+def draw_mesh(layout: Layout, gpus: int) -> str:
     """Draw nodes as boxes and ranks as squares; colored are rank 0 and the ranks that share a group
     with it.
     """
-    layout, node, parts = plan.job.layout, plan.hardware.node, []
-    across = ceil((2 * node.gpus) ** 0.5)
-    width, height = SQUARE * across + 8, SQUARE * ceil(node.gpus / across) + 8
+    parts = []
+    across = ceil((2 * gpus) ** 0.5)
+    width, height = SQUARE * across + 8, SQUARE * ceil(gpus / across) + 8
     # A power of two, so that groups end where rows do.
     in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)
-    nodes = ceil(layout.world / node.gpus)
+    nodes = ceil(layout.world / gpus)
     drawn = min(nodes, MOST_NODES)
-    split = _split(plan)
-    for rank in range(min(layout.world, drawn * node.gpus)):
-        number, place = divmod(rank, node.gpus)
+    split = _split(layout)
+    for rank in range(min(layout.world, drawn * gpus)):
+        number, place = divmod(rank, gpus)
         x, y = number % in_a_row * (width + 8), number // in_a_row * (height + 8)
         if not place:
             parts.append(
@@ -227,14 +203,11 @@ def _draw_mesh(plan: Plan) -> str:
         y += place // across * SQUARE + 5
         square = f'x="{x}" y="{y}" width="{SQUARE - 2}" height="{SQUARE - 2}" class="{color}"'
         parts.append(f"<rect {square}><title>rank {rank}: {title}</title></rect>")
+    legend = _legend(["rank 0", *split])
     picture = _svg("mesh", parts, ceil(drawn / in_a_row) * (height + 8), f"{nodes} nodes")
     more = (
         f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>"
         if nodes > MOST_NODES
         else ""
     )
-    links = (
-        f"In a node {node.link:g} GB/s of each GPU, "
-        f"between nodes {node.nics} x {plan.hardware.nic:g} GB/s."
-    )
-    return f"{picture}{more}<p>{links}</p>"
+    return f"{legend}{picture}{more}"

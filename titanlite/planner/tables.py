@@ -1,49 +1,14 @@
 """A plan as tables, printed as text, and on the page with their exact numbers."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import nan
 from textwrap import fill
 
-from titanlite.errors import format_table
+from titanlite.observe.page import Number, Table
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
 from titanlite.planner.search import Candidate, Found
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number with its exact value, shown in a unit with so many digits; nan is left blank."""
-
-    value: float
-    digits: int = 0
-    unit: float = 1
-
-    def __str__(self) -> str:
-        return "" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str | Number]]
-    """Those of a column are all texts or all numbers."""
-    assumed: Sequence[str] = ()
-    note: str = ""
-
-    def __str__(self) -> str:
-        lines = [self.title]
-        if self.rows:
-            align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
-            lines.append(
-                format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2)
-            )
-        lines += [f"  {self.note}"] if self.note else []
-        lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
-        return "\n".join(lines)
 
 
 def report(plan: Plan) -> str:

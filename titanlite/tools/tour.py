@@ -4,8 +4,6 @@ without network.
 Every step is a command that a person could type, and prints what it proves; the first failed check
 ends the tour."""
 
-import contextlib
-import json
 import os
 import shlex
 import signal
@@ -14,13 +12,16 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.config.options import declare
 from titanlite.errors import UserError, install_command
+from titanlite.tools.record import read_run
 
 STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
 RUN = f"""
@@ -77,7 +78,7 @@ def _kill_and_resume(dump: Path) -> None:
         "FSDP 2 x tensor parallel 2; kill -9 all."
     )
     _train_and_kill(dump)
-    killed_at, saved = _records(dump)[-1]["step"], latest_complete(dump / "checkpoint")
+    killed_at, saved = int(read_run(dump).logged["step"][-1]), latest_complete(dump / "checkpoint")
     newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
     _check(
         saved is not None and killed_at - saved <= 2 * INTERVAL,
@@ -91,7 +92,7 @@ def _kill_and_resume(dump: Path) -> None:
         f"it resumed step {saved} on the other mesh without any option",
         f"it did not resume step {saved} on the other mesh:\n{out}",
     )
-    steps = [record["step"] for record in _records(dump) if "loss" in record]
+    steps = read_run(dump).logged["step"].astype(int).tolist()
     _check(
         steps == list(range(1, STEPS + 1)),
         f"metrics.jsonl has each of the {STEPS} steps once",
@@ -102,10 +103,9 @@ def _kill_and_resume(dump: Path) -> None:
 def _compare_with_one_process(dump: Path, single: Path) -> None:
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
-    pairs = zip(_records(dump), _records(single), strict=True)
-    worst = max(
-        abs(a[key] - b[key]) for a, b in pairs for key in ("loss", "validation_loss") if key in a
-    )
+    runs = read_run(dump), read_run(single)
+    losses = [np.append(run.values("loss"), run.values("validation_loss")) for run in runs]
+    worst = np.abs(losses[0] - losses[1]).max()
     _check(
         worst < 1e-4,
         f"training and validation losses differ by at most {worst:.1e}",
@@ -161,16 +161,6 @@ def _python(*arguments: str, **environ: str) -> str:
     return done.stdout
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
-    """Return the step and validation records of metrics.jsonl; a killed run may have cut off the
-    last line.
-    """
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if {"loss", "validation_loss"} & record.keys()]
-
-
 def _train_and_kill(run: Path) -> None:
     """Start a run on 4 ranks, and kill all its processes at once when it has reached step
     KILL_AFTER.
@@ -183,8 +173,9 @@ def _train_and_kill(run: Path) -> None:
         deadline = time.monotonic() + SECONDS_TO_START
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                if (records := _records(run)) and records[-1]["step"] >= KILL_AFTER:
-                    return
+                with suppress(UserError):  # no record yet, or a half one
+                    if KILL_AFTER in read_run(run).logged["step"]:
+                        return
                 time.sleep(0.02)
         finally:
             _kill_all(process)
@@ -202,6 +193,6 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
     for ancestor in family:  # which grows meanwhile
         family += [pid for pid, parent in parents if parent == ancestor]
     for pid in family:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()

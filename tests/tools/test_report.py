@@ -1,0 +1,149 @@
+"""`titanlite top` and `titanlite report`: a run as its files show it, whatever is missing."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TINY
+from tests.launch.run import train
+from tests.tools.test_plot import record, write
+from titanlite.cli import main
+from titanlite.config.schema import JobConfig, with_values
+from titanlite.config.toml import to_toml
+from titanlite.observe.metrics import JsonLines
+from titanlite.tools.record import chart
+
+SUFFERED = [
+    (8, {"checkpoint_blocked_seconds": 0.25, "checkpoint_write_seconds": 1.5}),
+    (9, {"bad_norm": None, "skipped": 1}),
+]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run of two ranks that was restarted, saved and skipped a step; its last step is 20."""
+    steps = [record(s, 4 - s / 10, memory_gib=1 + s / 10) for s in range(1, 11)]
+    folder = write(tmp_path / "run", steps, [(5, 3.5), (10, 2.875)])
+    sink = JsonLines(folder / "metrics.jsonl", 99)
+    for step, values in SUFFERED:
+        sink.write(step, values, {})
+    sink.close()
+    logs = folder / "logs"
+    for name in ("attempt-2", "attempt-3"):
+        (logs / name).mkdir(parents=True)
+    (logs / "hang-1.txt").write_text("rank 1 hung")
+    (logs / "launcher.log").write_text("titanlite: planned peak 52.5 MiB a rank, in head; else\n")
+    beat = {"phase": "forward", "step": 11, "seconds": 0.2, "host": "a"}
+    other = {**beat, "phase": "data", "seconds": 31.0, "host": "b"}
+    (logs / "ranks.json").write_text(json.dumps({0: beat, 1: other}))
+    config = with_values(JobConfig(), {"training.steps": 20, "optimizer.lr": 0.125})
+    (folder / "config.toml").write_text(to_toml(config))
+    mesh = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    (folder / "environment.json").write_text(json.dumps({"mesh": mesh, "host": "<b>"}))
+    return folder
+
+
+def test_the_view_has_curves_events_and_the_place_of_each_rank(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["top", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "step 10 of 20, eta 10:00:00" in out
+    for line in (
+        r"loss +3 +█▇.*▁",
+        r"validation_loss +2\.875 ",
+        r"memory +2\.00 GiB measured, planned 52\.5 MiB a rank, in head",
+        r"saves +1; step 8 in 1\.50 s, 0\.25 s of waiting",
+        r"restarts +3",
+        r"hangs +hang-1\.txt",
+        r"bad steps +1",
+        r"0 +forward +11 +0 +a",
+        r"1 +data +11 +31 +b",
+    ):
+        assert re.search(f"(?m)^ +{line}$", out) or re.search(line, out), line
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_the_view_is_as_wide_as_the_terminal(run, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["top", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]  # the first one has the path of the folder
+    assert 30 < max(map(len, lines)) <= int(columns)
+
+
+def test_of_half_a_run_there_is_what_its_files_have(run, capsys):
+    """Such as one of an older version, or started by torchrun."""
+    for name in ("config.toml", "logs/ranks.json", "logs/launcher.log", "environment.json"):
+        (run / name).unlink()
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line.pop("memory_gib", None)
+    file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 11, "lo')
+    for argv in (["top", str(run)], ["report", str(run), "--html", str(run / "page.html")]):
+        assert main(argv) == 0
+    assert "planned unknown" in capsys.readouterr().out and (run / "page.html").exists()
+    file.write_text("")
+    assert main(["top", str(run)]) == 0
+    assert main(argv) == 2
+    assert "no logged step yet" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
+    for argv in (["top", str(tmp_path)], ["report", f"{tmp_path}/absent", "--html", "a.html"]):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert "does not exist; give the dump folder of a run" in error and error.count("\n") == 1
+
+
+def test_the_page_has_the_run_and_needs_nothing_else(run, capsys):
+    page = run / "page.html"
+    assert main(["report", str(run), "--html", str(page)]) == 0
+    text = page.read_text()
+    for part in (
+        "<svg",
+        "Training loss",
+        "optimizer.lr</td><td>0.0008 -&gt; 0.125",
+        "dp_shard 2</h1>",
+        'id="mesh-picture"',
+        '<data value="2.875">2.87500</data>',
+        "2.00 GiB measured, planned 52.5 MiB",
+        "hang-1.txt",
+        "&lt;b&gt;",
+    ):
+        assert part in text, part
+    assert text.count('class="node"') == 2, "a rank on each of two hosts"
+    assert not re.search(r"<(script|link|iframe|img|b>)|\bsrc=|href=\"[^#]|@import", text)
+    assert main(["report", str(run), "--html", f"{run}/absent/a.html"]) == 2
+    assert "a.html can't be written: No such file" in capsys.readouterr().err
+
+
+def test_a_chart_rises_with_its_values_and_has_a_gap_where_one_is_not_finite():
+    import numpy as np
+
+    assert chart(np.array([1.0, 2.0, math.nan, 8.0]), 9) == ["▁▂ █"]
+    rows = chart(np.arange(16.0), 16, 2)
+    assert rows[0].strip() == "▁▂▃▄▅▆▇█" and rows[1] == "▁▂▃▄▅▆▇█████████"
+    assert chart(np.arange(100.0), 8) == ["▁▂▃▄▅▆▇█"]
+
+
+def test_a_terminal_without_blocks_has_a_chart_of_other_characters(run, monkeypatch, capsys):
+    import io
+    import sys
+
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["top", str(run)]) == 0
+    out.seek(0)
+    assert re.search(r"loss +3 +#.*_", out.read())
+
+
+@pytest.mark.long
+def test_a_launcher_leaves_the_places_of_its_ranks(tmp_path, capsys):
+    assert train([*TINY, "--training.steps=3"], tmp_path, NGPU="2")[0] == 0
+    places = json.loads((tmp_path / "logs/ranks.json").read_text())
+    assert [place["phase"] for place in places.values()] == ["ended", "ended"]
+    assert main(["top", str(tmp_path)]) == 0
+    assert re.search(r"1 +ended +3 ", capsys.readouterr().out)

@@ -1,0 +1,78 @@
+"""Tables, as text or on a page: one HTML file that needs no other, no network and no script.
+
+page.html has the style.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+from titanlite.errors import UserError, format_table
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number with its exact value, shown in a unit with so many digits; nan is left blank."""
+
+    value: float
+    digits: int = 0
+    unit: float = 1
+
+    def __str__(self) -> str:
+        return "" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | Number]]
+    """Those of a column are all texts or all numbers."""
+    assumed: Sequence[str] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if self.rows:
+            align = "".join("<" if isinstance(cell, str) else ">" for cell in self.rows[0])
+            lines.append(
+                format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2)
+            )
+        lines += [f"  {self.note}"] if self.note else []
+        lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
+        return "\n".join(lines)
+
+
+def write_html(path: Path, title: str, body: str, option: str = "--html") -> None:
+    """Write a page whose body is HTML already; an error names the option that gave the path."""
+    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    text = template.substitute(title=escape(title), body=body)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path} can't be written: {error.strerror}") from error
+
+
+def html_table(table: Table, picture: str = "") -> str:
+    """Return a table below its title and a picture, numbers with their exact values."""
+
+    def cell(value: str | Number) -> str:
+        shown = escape(f"{value}")
+        if isinstance(value, Number):
+            shown = f'<data value="{value.value}">{value}</data>'
+        return f"<td>{shown}</td>"
+
+    heads = "".join(f"<th>{escape(head)}</th>" for head in table.header)
+    rows = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
+    notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
+    below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
+    above = f"<h2>{escape(table.title)}</h2>{picture}"
+    if not rows:
+        return above + below
+    return (
+        f'{above}<table id="{table.name}"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table>{below}"
+    )

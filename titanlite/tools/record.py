@@ -1,0 +1,149 @@
+"""The record that a run leaves in its folder: metrics, and what happened to it. No torch, no
+matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.errors import UserError
+from titanlite.launch.terminal import NOTICES
+
+FIELDS = {
+    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib".split(),
+    "validation_loss": ["step", "validation_loss"],
+    "checkpoint_write_seconds": ["step", "checkpoint_blocked_seconds", "checkpoint_write_seconds"],
+    "skipped": ["step", "skipped"],
+}
+"""Those of a record, by the one that only such a record has."""
+TITLES = {
+    "loss": "Training loss",
+    "validation_loss": "Validation loss",
+    "grad_norm": "Gradient norm before clipping",
+    "lr": "Learning rate",
+    "tps": "Tokens per second per device",
+}
+NOT_ALWAYS = {"memory_gib": None}
+"""Fields that records of earlier versions lack."""
+BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " _.,-=+*#"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One metrics.jsonl as arrays with named fields: its logged steps, validations, saves and bad
+    steps.
+    """
+
+    name: str
+    logged: np.ndarray
+    validated: np.ndarray
+    saved: np.ndarray
+    bad: np.ndarray
+
+    @property
+    def folder(self) -> Path:
+        """Return the dump folder."""
+        path = Path(self.name)
+        return path if path.is_dir() else path.parent
+
+    def values(self, key: str) -> np.ndarray:
+        return (self.validated if key == "validation_loss" else self.logged)[key]
+
+    def curve(self, key: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the x and y values of a curve. Hours are spent in steps: without saves and
+        validation.
+        """
+        steps = self.logged["step"]
+        seconds = np.cumsum(self.logged["step_seconds"] * np.diff(steps, prepend=steps[0] - 1))
+        x = {"steps": steps, "tokens": self.logged["tokens"], "hours": seconds / 3600}[x_axis]
+        if key != "validation_loss":
+            return x, self.values(key)
+        # A validation may lie between two logged steps, or after the last one of a run that is
+        # still training.
+        known_steps, known_x = ([0.0, *values, 2 * values[-1]] for values in (steps, x))
+        return np.interp(self.validated["step"], known_steps, known_x), self.values(key)
+
+    def events(self) -> list[tuple[str, str]]:
+        """Return what the run planned, saved and suffered: names and texts."""
+        logs = self.folder / "logs"
+        attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
+        hangs = [path.name for path in logs.glob("hang-*.txt")]
+        memory = self.logged["memory_gib"].max(initial=0)
+        planned = re.findall("planned peak ([^;]+)", text_of(logs / NOTICES))
+        saves = f"{len(self.saved)}"
+        for save in self.saved[-1:]:
+            saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
+        return [
+            ("memory", f"{memory:.2f} GiB measured, planned {', '.join(planned) or 'unknown'}"),
+            ("saves", saves),
+            ("restarts", f"{max(attempts, default=0)}"),
+            ("hangs", ", ".join(hangs) or "0"),
+            ("bad steps", f"{len(self.bad)}"),
+        ]
+
+
+def text_of(file: Path) -> str:
+    """Return the text of a file; nothing if it is missing."""
+    return file.read_text("utf-8", "replace") if file.exists() else ""
+
+
+def read_run(dump: Path) -> Run:
+    """Read the metrics in a dump folder, or a metrics.jsonl itself, without a last line that is not
+    complete yet.
+    """
+    file = dump / "metrics.jsonl" if dump.is_dir() else dump
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; give the dump folder of a run (job.dump_folder)")
+    rows: dict[str, dict[int, tuple[float, ...]]] = {key: {} for key in FIELDS}
+    lines = file.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = NOT_ALWAYS | json.loads(line or "{}")
+            for key, fields in FIELDS.items():
+                if key in record:
+                    row = tuple(np.float64(record[field]) for field in fields)  # null is nan
+                    rows[key][int(record["step"])] = row
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+                reason = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise UserError(
+                    f"line {number} of {file} is not a metrics record: {reason}"
+                ) from error
+            print(f"line {number} of {file} is incomplete and skipped", file=sys.stderr)
+    tables = [[row for _, row in sorted(rows[key].items())] for key in FIELDS]
+    types = ([(field, float) for field in fields] for fields in FIELDS.values())
+    return Run(str(dump), *map(np.array, tables, types))
+
+
+def smooth(y: np.ndarray) -> np.ndarray:
+    """Return the moving mean over a thirtieth of the points, centered so that it does not lag.
+
+    At the start, where curves are steep, the window shrinks; at the end it is cut.
+    """
+    index, valid = np.arange(len(y)), np.isfinite(y)
+    half = np.minimum(max(2, len(y) // 60), index) if len(y) >= 60 else 0 * index
+    first, end = index - half, np.minimum(index + half + 1, len(y))
+    sums, counts = (np.append(0, np.cumsum(values)) for values in (np.where(valid, y, 0.0), valid))
+    return np.where(
+        valid, (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1), np.nan
+    )
+
+
+def chart(values: np.ndarray, width: int, height: int = 1) -> list[str]:
+    """Return the lines of a chart made of blocks, empty where a value is not finite; a terminal
+    without blocks has other characters.
+    """
+    blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
+    means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
+    levels = np.interp(means, (np.nanmin(means), np.nanmax(means)), (1, 8 * height))
+    lines: list[str] = []
+    for floor in reversed(range(0, 8 * height, 8)):
+        filled = np.nan_to_num(levels - floor).clip(0, 8)
+        lines.append("".join(blocks[round(level)] for level in filled))
+    return lines
