@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from tests.checkpoint.test_load import flip, plant
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY, trainer
 from tests.launch.run import train
+from tests.tools.test_plot import record
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.cli import main
@@ -751,7 +752,7 @@ def test_the_tour_takes_a_folder_with_blanks(monkeypatch, tmp_path):
 def test_a_tour_that_fails_says_what_differs_and_by_how_much(tool, monkeypatch, tmp_path):
     def write(folder: Path, validation: float) -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [{"step": step, "loss": 2.0} for step in range(1, tour.STEPS + 1)]
+        lines: list[dict] = [asdict(record(step, 2.0)) for step in range(1, tour.STEPS + 1)]
         lines.append({"step": tour.STEPS, "validation_loss": validation})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return "resumed step 20"
