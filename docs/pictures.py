@@ -2,7 +2,7 @@
 
 rooms.svg shows the floors of tests/test_house.py and the rings of CONTRIBUTING.md, order.svg the
 order of parallelize.py with its comments, mesh.svg the groups of a mesh that build_mesh made, and
-loss.svg a run. --run takes that run from its metrics.jsonl into benchmarks/loss.jsonl first.
+loss.svg and images/top.svg a run. --run takes that run's files into benchmarks/first_run first.
 tests/test_docs.py fails when a picture is not what this script draws.
 """
 
@@ -12,6 +12,7 @@ import ast
 import inspect
 import io
 import json
+import os
 import runpy
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -28,8 +30,10 @@ sys.path.insert(0, str(ROOT))
 from titanlite.layout import DIMENSIONS, Layout  # noqa: E402
 from titanlite.parallel import parallelize  # noqa: E402
 from titanlite.planner.fake_world import FakeWorld  # noqa: E402
+from titanlite.tools.report import view  # noqa: E402
 
-LOSSES = ROOT / "benchmarks" / "loss.jsonl"
+FIRST_RUN = ROOT / "benchmarks" / "first_run"
+TAKEN = "metrics.jsonl", "config.toml", "logs/launcher.log", "logs/ranks.json"
 INK, SOFT, LINE, PAPER = "#1f2933", "#5f6b7a", "#d5dbe3", "#ffffff"
 RINGS = {1: "#0072b2", 2: "#009e73", 3: "#d99500", 4: "#8a94a3"}
 WIDTH = 920
@@ -324,20 +328,16 @@ def bracket(x: float, y: float, width: float) -> str:
 
 
 def take_run(folder: Path) -> None:
-    """Keep the losses of a run's metrics.jsonl."""
-    kept = []
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        losses = {
-            key: round(record[key], 5) for key in ("loss", "validation_loss") if key in record
-        }
-        if losses:
-            kept.append(json.dumps({"step": record["step"], **losses}))
-    LOSSES.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    """Keep the files of a run that the pictures need."""
+    for name in TAKEN:
+        target = FIRST_RUN / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((folder / name).read_bytes())
 
 
 def draw_loss() -> str:
-    records = [json.loads(line) for line in LOSSES.read_text(encoding="utf-8").splitlines()]
+    lines = (FIRST_RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
     losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
     validated = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
     left, top, width, height = 56, 52, WIDTH - 80, 230
@@ -375,7 +375,29 @@ def draw_loss() -> str:
     return picture(top + height + 48, title, shapes)
 
 
-PICTURES = {"rooms": draw_rooms, "order": draw_order, "mesh": draw_mesh, "loss": draw_loss}
+# -------------------------------------------------------------------------- top
+
+
+def draw_top() -> str:
+    """Draw what `titanlite top` shows of the run at its end."""
+    ranks = FIRST_RUN / "logs" / "ranks.json"
+    os.utime(ranks)
+    with patch.dict(os.environ, COLUMNS="92"):
+        lines = view(FIRST_RUN)[0].replace(str(FIRST_RUN), "outputs").splitlines()
+    shapes = []
+    for number, line in enumerate(["$ titanlite top outputs", "", *lines]):
+        style = f'{CODE} xml:space="preserve"'
+        shapes.append(text(24, 34 + 18 * number, line, 13, INK, style))
+    return picture(52 + 18 * number, "The run in the terminal", shapes)
+
+
+PICTURES = {
+    "rooms": draw_rooms,
+    "order": draw_order,
+    "mesh": draw_mesh,
+    "loss": draw_loss,
+    "images/top": draw_top,
+}
 
 
 def main(arguments: list[str]) -> None:

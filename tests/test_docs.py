@@ -40,7 +40,7 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("name", ["rooms", "order", "mesh", "loss"])
+@pytest.mark.parametrize("name", ["rooms", "order", "mesh", "loss", "images/top"])
 def test_a_picture_is_what_the_code_draws(pictures, name):
     drawn = pictures["PICTURES"][name]()
     assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == drawn, (
@@ -54,7 +54,8 @@ def test_every_picture_is_shown():
         for page in PAGES
         for target in re.findall(r"!\[[^\]]+\]\((?:docs/)?([^)]+\.svg)\)", read(page))
     }
-    assert shown == {path.name for path in ROOT.glob("docs/*.svg")}
+    docs = ROOT / "docs"
+    assert shown == {str(path.relative_to(docs)) for path in docs.rglob("*.svg")}
 
 
 def test_the_list_of_the_fixed_order_is_the_order(pictures):

@@ -1,5 +1,5 @@
-"""Every command of the README does its work, as it is written there, in a folder with one small
-run.
+"""Every command of the README and the guide does its work, as it is written there, in a folder with
+one small run.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.run import ROOT, environment
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guide.md")]
 STARTS = (
     r"(\./(run_train\.sh|scripts/)|[A-Z]+=\S+ |titanlite[ .][a-z]"
     r"|python |hf |sbatch |torchrun |srun |--help )"
@@ -101,6 +101,8 @@ CHECKS = {
     "titanlite checkpoint rm": Check("removed .*step-8", "outputs/checkpoint/step-8"),
     "titanlite generate": Check(r"titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self, "),
     "titanlite evaluate": Check(r"bits per byte +\d\.\d+", "--steps 2"),  # not all windows
+    "titanlite top outputs": Check(r"step 24 of 24(.*\n)+ +loss +\d(.*\n)+ +1 +ended +24 "),
+    "titanlite report outputs --html report.html": Check("wrote report.html"),
     "titanlite plot outputs": Check(r"outputs +24 .*\nwrote "),
     "titanlite doctor": Check(r"\nnetwork    all-reduce over dp_shard 2: "),
     "titanlite profile": Check(r"the step +[\d.]+ +100\.0%"),
@@ -127,7 +129,11 @@ ELSEWHERE = {
 
 
 def test_every_command_of_the_readme_is_run_by_a_test():
-    assert commands(README) == CHECKS.keys() | ELSEWHERE.keys()
+    assert set().union(*map(commands, PAGES)) == CHECKS.keys() | ELSEWHERE.keys()
+
+
+def test_the_readme_is_a_landing_page():
+    assert len(PAGES[0].splitlines()) <= 120
 
 
 SMALL = """
