@@ -59,8 +59,8 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank(run, capsys, monk
         r"restarts +3",
         r"hangs +hang-1\.txt",
         r"bad steps +1",
-        r"0 +forward +11 +0 +a",
-        r"1 +data +11 +31 +b",
+        r"0 +forward +11 +0\.2 +a",
+        r"1 +data +11 +31\.0 +b",
     ):
         assert re.search(f"(?m)^ +{line}$", out) or re.search(line, out), line
 
@@ -123,10 +123,8 @@ def test_the_page_has_the_run_and_needs_nothing_else(run, capsys):
 def test_a_chart_rises_with_its_values_and_has_a_gap_where_one_is_not_finite():
     import numpy as np
 
-    assert chart(np.array([1.0, 2.0, math.nan, 8.0]), 9) == ["▁▂ █"]
-    rows = chart(np.arange(16.0), 16, 2)
-    assert rows[0].strip() == "▁▂▃▄▅▆▇█" and rows[1] == "▁▂▃▄▅▆▇█████████"
-    assert chart(np.arange(100.0), 8) == ["▁▂▃▄▅▆▇█"]
+    assert chart(np.array([1.0, 2.0, math.nan, 8.0]), 9) == "▁▂ █"
+    assert chart(np.arange(100.0), 8) == "▁▂▃▄▅▆▇█" and len({*chart(np.ones(3), 9)}) == 1
 
 
 def test_a_terminal_without_blocks_has_a_chart_of_other_characters(run, monkeypatch, capsys):

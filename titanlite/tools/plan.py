@@ -39,24 +39,18 @@ EPILOG = """examples:
 docs/planning.md separates exact numbers, upper bounds and assumptions."""
 
 
-def _positive(text: str) -> float:
+def _number(least: float, legal: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"must be a number > 0 such as 15e12, not {text!r}")
+    if not least <= number < float("inf"):
+        raise ArgumentTypeError(f"must be a number {legal}, not {text!r}")
     return number
 
 
-def _times(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number < float("inf"):
-        raise ArgumentTypeError(f"must be a number >= 1 such as 1.5, not {text!r}")
-    return number
+_positive = partial(_number, 1e-300, "> 0 such as 15e12")
+_times = partial(_number, 1, ">= 1 such as 1.5")
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colors, which color-blind readers can distinguish; their yellow and black made
-# readable on white.
-COLORS = "#0072b2", "#d55e00", "#009e73", "#b9579a", "#d99500", "#4a4f57", "#45a9e6", "#7a4b1e"
 THEME = {"#000000": "var(--ink)", "#808080": "var(--soft)", "#e8eaed": "var(--line)"}
 """The colors of plot.mplstyle, and those that a page has instead, which follow its reader's
 theme."""
@@ -147,7 +144,8 @@ def _draw_panel(
     # A linear axis would flatten most of the run.
     log = low > 0 and high > 2.5 * middle and not from_zero
     for number, (x, y) in enumerate(curves):
-        color, dashes = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
+        color = f"C{number}"  # of the style
+        dashes = ("-", "--", ":")[number // 8 % 3]
         crosses = x[~np.isfinite(y)]
         # A line alone would not show a value between two that are not finite.
         marker = "." if len(crosses) or len(y) <= 60 else ""

@@ -41,16 +41,11 @@ class Run:
     """
 
     name: str
+    folder: Path
     logged: np.ndarray
     validated: np.ndarray
     saved: np.ndarray
     bad: np.ndarray
-
-    @property
-    def folder(self) -> Path:
-        """Return the dump folder."""
-        path = Path(self.name)
-        return path if path.is_dir() else path.parent
 
     def values(self, key: str) -> np.ndarray:
         return (self.validated if key == "validation_loss" else self.logged)[key]
@@ -100,7 +95,7 @@ def read_run(dump: Path) -> Run:
     file = dump / "metrics.jsonl" if dump.is_dir() else dump
     if not file.is_file():
         raise UserError(f"{file} does not exist; give the dump folder of a run (job.dump_folder)")
-    rows: dict[str, dict[int, tuple[float, ...]]] = {key: {} for key in FIELDS}
+    rows = {key: {} for key in FIELDS}
     lines = file.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -118,7 +113,7 @@ def read_run(dump: Path) -> Run:
             print(f"line {number} of {file} is incomplete and skipped", file=sys.stderr)
     tables = [[row for _, row in sorted(rows[key].items())] for key in FIELDS]
     types = ([(field, float) for field in fields] for fields in FIELDS.values())
-    return Run(str(dump), *map(np.array, tables, types))
+    return Run(str(dump), file.parent, *map(np.array, tables, types))
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -135,15 +130,11 @@ def smooth(y: np.ndarray) -> np.ndarray:
     )
 
 
-def chart(values: np.ndarray, width: int, height: int = 1) -> list[str]:
-    """Return the lines of a chart made of blocks, empty where a value is not finite; a terminal
+def chart(values: np.ndarray, width: int) -> str:
+    """Return a line of blocks as high as the values, empty where one is not finite; a terminal
     without blocks has other characters.
     """
     blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
-    levels = np.interp(means, (np.nanmin(means), np.nanmax(means)), (1, 8 * height))
-    lines: list[str] = []
-    for floor in reversed(range(0, 8 * height, 8)):
-        filled = np.nan_to_num(levels - floor).clip(0, 8)
-        lines.append("".join(blocks[round(level)] for level in filled))
-    return lines
+    levels = np.interp(means, (np.nanmin(means), np.nanmax(means)), (1, 8))
+    return "".join(blocks[round(level)] for level in np.nan_to_num(levels))

@@ -24,6 +24,7 @@ from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import chart, read_run, text_of
 
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
+PLACE = "phase step seconds host".split()
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -72,10 +73,10 @@ def view(dump: Path) -> tuple[str, bool]:
     for key in CURVES:
         values = record.values(key)
         if not np.isnan(values).all():
-            rows.append((key, f"{values[-1]:,.4g}", *chart(values, columns(80) - 30)))
+            rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
     tables = [
         Table("curves", f"{dump}: step {step:.0f} of {steps}, eta {eta}", (), rows),
-        Table("events", "files", (), record.events()),
+        Table("events", "events", (), record.events()),
         _ranks(record.folder / "logs" / RANKS),
     ]
     return "\n\n".join(map(str, tables)), step >= steps > 0
@@ -84,13 +85,13 @@ def view(dump: Path) -> tuple[str, bool]:
 def _ranks(file: Path) -> Table:
     """Return the places of the ranks."""
     rows = [
-        (rank, beat["phase"], f"{beat['step']}", f"{beat['seconds']:.0f}", beat["host"])
+        (rank, *(f"{beat[key]}" for key in PLACE))
         for rank, beat in json.loads(text_of(file) or "{}").items()
     ]
     title = "ranks: not known, titanlite's launcher writes their places"
     if rows:
         title = f"ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
-    return Table("ranks", title, ("rank", "phase", "step", "for s", "host"), rows)
+    return Table("ranks", title, ("rank", *PLACE), rows)
 
 
 def _write_page(dump: Path, path: Path) -> None:
