@@ -121,7 +121,6 @@ ELSEWHERE = {
     "sbatch scripts/slurm/train.slurm --config mine.toml": "needs SLURM",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
     "titanlite init my_model": "tests/tools/test_init.py",
-    "titanlite verify": "the same as with --model llama3",
     "torchrun … -m titanlite.train …": (
         "tests/launch/test_launch.py::test_torchrun_can_start_workers"
     ),
