@@ -114,6 +114,7 @@ CHECKS = {
 }
 ELSEWHERE = {
     "./scripts/test.sh": "runs this test",
+    "./scripts/first_light.sh": "tests/gpu/test_first_light.py",
     "python scripts/count.py": "tests/test_house.py counts by it",
     'hf download REPO --include "tokenizer*" --local-dir DIR': (
         "needs a network, and is a command of huggingface_hub"
