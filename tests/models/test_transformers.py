@@ -25,6 +25,10 @@ from titanlite.config.load import ConfigError
 from titanlite.parallel.build import build_meta_model
 from titanlite.parallel.init import materialize
 from titanlite.registry import get_model
+from titanlite.verify import command
+from titanlite.verify.model_under_test import read_model
+from titanlite.verify.runner import row_runner
+from titanlite.verify.table import Row
 
 THEIRS = [*QUIET, "--model.name=transformers", "--training.global_batch_size=4", "--debug.seed=3"]
 SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -148,6 +152,23 @@ def test_initial_values_have_the_distribution_of_the_class():
         buffers = dict(model.named_buffers())
         for name, buffer in theirs.named_buffers():
             assert torch.equal(buffers[name], buffer), name
+
+
+def test_verify_has_the_rows_that_a_class_allows():
+    model = read_model(["--model.name=transformers", "--model.flavor=gemma2"], {})
+    rows = command.table(model).values()
+    assert {row.mesh.tp * row.mesh.pp * row.mesh.cp for row in rows} == {1}
+    assert {"hsdp2x2", "dp2"} <= {row.layout for row in rows}
+    assert not any(row.precision == "float64" or row.extra == "kept whole" for row in rows)
+
+
+@pytest.mark.long
+def test_rows_of_verify_prove_a_class(pool):
+    model = read_model(["--model.name=transformers", "--model.flavor=gemma2"], {})
+    with row_runner(model, pool) as run:
+        for row in (Row("dp2", "op", precision="float32"), Row("hsdp2x2", precision="float32")):
+            result = run(row)
+            assert result.passed, f"{row}: {result.what} {result.error:.1e}"
 
 
 def test_importing_titanlite_never_imports_transformers(tmp_path):

@@ -95,7 +95,7 @@ class ModelUnderTest:
         """
         small = [rule.pattern for rule in self.rules if rule.tensor in ("norm", "replicated")]
         return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"] * (
-            len(small) < len(self.rules)
+            len(small) < len(self.rules) and not self.spec.unsplit
         )
 
     @property
