@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from inspect import signature
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -23,7 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config names a class, never so
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    masking_utils,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from titanlite.errors import UserError, first_line, nearest, some_of
@@ -52,7 +59,8 @@ def config_of(flavor: Any) -> Any:
         raise UserError(f"transformers refuses the config of {kind}: {first_line(error)}") from None
     known = {field.name for field in dataclasses.fields(type(config))} | {*config.attribute_map}
     for key in values.keys() & vars(config).keys() - known:
-        if not any(fnmatchcase(key, pattern) for pattern in _IGNORED):
+        is_ignored = any(fnmatchcase(key, pattern) for pattern in _IGNORED)
+        if not is_ignored and not re.search(rf"\b{re.escape(key)}\b", _code_of(type(config))):
             hint = f"; nearest: {nearest(key, [*known]) or 'none'}"
             raise UserError(f"{kind} has no key {key} in its config.json{hint}")
     if config.is_encoder_decoder or getattr(config, "vision_config", None):
@@ -64,6 +72,13 @@ def config_of(flavor: Any) -> Any:
             "micro-batch, so no two meshes would train the same model; set one to 0 or false"
         )
     return config
+
+
+@lru_cache
+def _code_of(config_class: type) -> str:
+    """Return the source of a class, which reads keys that its config does not declare."""
+    classes: Any = config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return "".join(Path(inspect.getfile(each)).read_text() for each in classes)
 
 
 def dims(flavor: Any) -> ModelDims:
@@ -118,7 +133,7 @@ def forward(
     what makes logits of them.
     """
     own = type(self).forward
-    known = signature(own).parameters
+    known = inspect.signature(own).parameters
     given: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "position_ids": positions}
     given = {name: value for name, value in given.items() if name in known and value is not None}
     with _packed(documents):
