@@ -47,14 +47,14 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 184_570}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 186_170}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
-not reached. Since then the fake GPU took 1,500 (as allowed), the planner 2,150 (3,000), the
-first hour 2,000 (2,000: `init` 480, `top` and `report` 1,520), and scale 4,100, which is 3,100
-above its allowance.
+not reached. Since then the fake GPU took 1,500 (as allowed), the planner 3,750 (3,000, and 1,600
+for pipelines), the first hour 2,000 (2,000: `init` 480, `top` and `report` 1,520), and scale
+4,100, which is 3,100 above its allowance.
 models and data that people bring: 1,500 of 3,000, for transformers' classes and formats of data.
 rings 1 and 2: what the issue of rings allows.
 """

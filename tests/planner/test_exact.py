@@ -53,7 +53,6 @@ def test_a_gather_too_many_is_named_with_its_dimension():
     [
         (["--training.enable_cpu_offload"], "training.enable_cpu_offload"),
         (["--model.converters=['louder']", "--model.package=louder"], "model.converters"),
-        (["--parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree"),
     ],
 )
 def test_what_is_not_rehearsed_is_refused_by_name(flags, named, monkeypatch):

@@ -73,7 +73,7 @@ def plan(
     )
     h100 = load_hardware("h100-80g")
     hardware = replace(h100, gpu=replace(h100.gpu, memory_gib=usable + h100.reserve.gib))
-    speed = speed_of(recording, planned.layout, hardware, tokens_per_step=10**6)
+    speed = speed_of([recording], planned.layout, hardware, tokens_per_step=10**6)[0]
     return Plan(planned, hardware, recording, speed, flops_per_token=10**6, tokens=10**12)
 
 

@@ -80,7 +80,7 @@ def plan_of(peak: int, *options: str, tokens: float = 0) -> Plan:
         operations, {"parameters": GIB}, {"parameters": GIB, "logits": peak - GIB}
     )
     hardware = load_hardware("h100-80g")
-    speed = speed_of(recording, planned.layout, hardware, planned.batch.total * 16)
+    speed = speed_of([recording], planned.layout, hardware, planned.batch.total * 16)[0]
     return Plan(planned, hardware, recording, speed, flops_per_token=10**9, tokens=tokens)
 
 
@@ -131,7 +131,9 @@ def test_a_compiled_block_is_planned_as_an_upper_bound():
 
 def test_the_json_has_everything_that_is_shown():
     found = json.loads(json.dumps(plan_of(50 * GIB, tokens=1e12).to_json()))
-    assert found.keys() == set("version job hardware memory communication speed changes".split())
+    assert found.keys() == set(
+        "version job hardware memory communication speed changes ranks".split()
+    )
     assert found["job"]["layout"] == {"pp": 1, "dp_replicate": 4, "dp_shard": 4, "cp": 1, "tp": 1}
     memory = found["memory"]
     assert (memory["peak"], memory["moment"], memory["fits"]) == (50 * GIB, "head", True)

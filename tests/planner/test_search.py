@@ -15,7 +15,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
-from titanlite.planner.depth import plan_step
+from titanlite.planner.depth import plan_ranks, plan_step
 from titanlite.planner.hardware import GIB, Hardware, load_hardware
 from titanlite.planner.rehearse import static_bytes
 from titanlite.planner.search import Found, changed, changes, measured, search
@@ -87,7 +87,7 @@ def test_a_plan_is_ruled_out_as_slow_by_no_more_than_its_estimate():
     long = ["--training.seq_len=4096"]  # computing takes longest
     for split in (searching.TP, "parallelism.context_parallel_degree"):
         given = job([*SMALL, *long, f"--{split}=2"], 2)
-        estimate = speed_of_job(given, plan_step(given), hardware).estimate
+        estimate = speed_of_job(given, plan_ranks(given), hardware)[0].estimate
         assert searching._Facts(given, hardware).least_seconds(given) <= estimate
 
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titanlite.layout import Layout
 from titanlite.parallel.dtensor import local_part
-from titanlite.planner.record import KINDS, Collective, Operation, Recording, views
+from titanlite.planner.record import KINDS, Collective, Event, Operation, Recording, views
 from titanlite.planner.torch_private import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -112,6 +112,7 @@ class Counting(TorchDispatchMode):
 
     phase = ""
     """The current phase of the step; set from outside."""
+    event: Event | None = None
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -156,16 +157,24 @@ class Counting(TorchDispatchMode):
 
     def restart(self, phase: str = "") -> None:
         """Forget all counts, but not the storages that are alive, and name the next phase."""
-        self._operations, self.phase = [], phase
+        self._operations, self.phase, self.event = [], phase, None
         self._changes = [(storage, storage.bytes) for storage in self._alive.values()]
 
     def enter_phase(self, phase: str) -> None:
         """Name the next phase; changes since the last operation belong to the phase before."""
-        if phase != self.phase and len(self._changes) > (
-            self._operations[-1][1] if self._operations else 0
-        ):
-            self._record(Operation(self.phase, 0))
+        if phase != self.phase:
+            self._end_operation()
         self.phase = phase
+
+    def begin(self, event: Event) -> None:
+        """Begin an event; changes since the last operation belong to the one before."""
+        self._end_operation()
+        self.event = event
+
+    def _end_operation(self) -> None:
+        """Record the changes since the last operation, if there are any."""
+        if len(self._changes) > (self._operations[-1][1] if self._operations else 0):
+            self._record(Operation(self.phase, 0))
 
     def recording(self) -> Recording:
         """Return the counts since `restart`, without static bytes."""
@@ -245,7 +254,7 @@ class Counting(TorchDispatchMode):
         )
 
     def _record(self, operation: Operation) -> None:
-        self._operations.append((operation, len(self._changes)))
+        self._operations.append((replace(operation, event=self.event), len(self._changes)))
 
     def _see(self, storage: torch.UntypedStorage, use: str = "") -> None:
         """Count a storage that is new or has another size."""

@@ -6,10 +6,10 @@ aligned from their end. The shallow models have as many blocks modulo `fsdp_bloc
 the selective option. A batch of two or more samples is affine in the same way (one sample is
 another sequence of operations). Other models are rehearsed whole: flavors without n_layers, blocks
 of different shapes, patterns that name a block, optimizers that take parameters one by one or in
-runs of equal size, and whatever does not pair off."""
+runs of equal size, and whatever does not pair off; and each rank of a pipeline."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -26,8 +26,17 @@ from titanlite.planner.rehearse import Rehearsal, check_planned
 
 
 def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
-    """Return a step of a job, on the fuller of its first and last rank if parameters split
-    unevenly.
+    """Return a step of a job, on its fullest rank."""
+    return fullest(plan_ranks(job, as_on_cuda, imbalance))
+
+
+def fullest(ranks: Sequence[Recording]) -> Recording:
+    return max(ranks, key=lambda recording: recording.peak)
+
+
+def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[Recording]:
+    """Return a step of each of a job's pipeline ranks, on the fuller of its first and last rank if
+    parameters split unevenly.
     """
     with FakeWorld() as world:
         return plan_steps([job], world, as_on_cuda, imbalance)[0]
@@ -35,28 +44,40 @@ def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Record
 
 def plan_steps(
     jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True, imbalance: float = 1
-) -> list[Recording]:
+) -> list[list[Recording]]:
     """Return the same for jobs that differ in nothing but batch and loss chunks: they share the
     rehearsed models.
     """
     check_planned(jobs[0])
+    rehearse = partial(Rehearsal, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
+    layout = jobs[0].layout
+    size = layout.world // layout.pp
+    ranks = [
+        _plan_members(jobs, (first, first + size - 1), rehearse)
+        for first in range(0, layout.world, size)
+    ]
+    return [[*each] for each in zip(*ranks, strict=True)]
+
+
+def _plan_members(
+    jobs: Sequence[Job], members: Sequence[int], rehearse: Callable[..., Rehearsal]
+) -> list[Recording]:
+    """Return a step of each job on the fuller of two ranks."""
     shallow = _shallow_jobs(jobs[0])
     plans: list[list[Recording]] = []
-    for rank in (0, jobs[0].layout.world - 1):
-        rehearse = partial(Rehearsal, world=world, rank=rank, as_on_cuda=as_on_cuda)
-        rehearse = partial(rehearse, imbalance=imbalance)
-        rehearsals = [rehearse(one) for one in shallow or jobs[:1]]
+    for rank in members:
+        rehearsals = [rehearse(one, rank=rank) for one in shallow or jobs[:1]]
         plans.append([])
         for job in jobs:
             recording, *deeper = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
             if deeper:
                 steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
                 deep = extrapolate(recording, deeper[0], steps, _edge(job))
-                recording = deep or rehearse(job).step(job, middle_once=True)
+                recording = deep or rehearse(job, rank=rank).step(job, middle_once=True)
             plans[-1].append(_repeat_middle(recording, job))
         if rehearsals[0].is_even:
             break
-    return [max(ranks, key=lambda recording: recording.peak) for ranks in zip(*plans, strict=True)]
+    return [*map(fullest, zip(*plans, strict=True))]
 
 
 def _shallow_jobs(job: Job) -> list[Job]:
@@ -67,6 +88,7 @@ def _shallow_jobs(job: Job) -> list[Job]:
     fewest = 2 * _edge(job) + period + layers % period
     if (
         layers <= fewest + period
+        or job.layout.pp > 1
         or getattr(job.model, "n_layers", 0) != layers
         or not _is_affine(job)
     ):
@@ -223,7 +245,7 @@ def _repeat_middle(recording: Recording, job: Job) -> Recording:
     repeated.
     """
     times = job.batch.accumulation - 3
-    if times <= 0:
+    if times <= 0 or job.layout.pp > 1:
         return recording
     phases = [operation.phase for operation in recording.operations]
     starts = [i for i, phase in enumerate(phases) if phase == "embedding" != phases[i - 1]]

@@ -16,7 +16,7 @@ from titanlite.layout import DIMENSIONS, Layout
 from titanlite.observe.page import Number, Table, html_table, write_html
 from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import Plan, phases_of
-from titanlite.planner.speed import LANES
+from titanlite.planner.speed import LANES, SENDS
 from titanlite.planner.tables import gib, heading, tables
 
 STACK = "optimizer parameters buffers gradients gathered communication activations logits".split()
@@ -39,7 +39,7 @@ def write_page(plan: Plan, path: Path) -> None:
     pictures = {
         "memory": _legend(STACK) + _draw_memory(plan, phases),
         "communication": draw_mesh(plan.job.layout, node.gpus) + links,
-        "speed": _legend(LANES) + _draw_lanes(plan, phases),
+        "speed": _legend(_lanes(plan)) + _draw_lanes(plan, phases),
     }
     parts = [f"<p>{escape(plan.job.config.job.description)}</p><p>{escape(step)}</p>"]
     state = "fits" if plan.fits else "over"
@@ -144,9 +144,14 @@ def _hit(x: float, width: float, height: float, title: str) -> str:
     return f'<rect {area} class="hit"><title>{escape(title)}</title></rect>'
 
 
+def _lanes(plan: Plan) -> list[str]:
+    return [*LANES, *([SENDS] if plan.ranks else [])]
+
+
 def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
     """Draw when each lane is busy, and when compute waits."""
-    end, height = _end(plan), 40 * len(LANES)
+    lanes = _lanes(plan)
+    end, height = _end(plan), 40 * len(lanes)
     busy = defaultdict[str, list[list[float]]](list)
     for span in sorted(plan.speed.spans, key=lambda span: span.start):
         start, stop = WIDTH * span.start / end, WIDTH * span.end / end
@@ -156,7 +161,7 @@ def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:
         else:
             line.append([start, stop])
     parts = []
-    for lane, name in enumerate(LANES):
+    for lane, name in enumerate(lanes):
         boxes = ((start, max(stop - start, 0.3)) for start, stop in busy[name])
         path = "".join(f"M{x:.2f},{40 * lane}h{width:.2f}v30h{-width:.2f}z" for x, width in boxes)
         parts.append(f'<path class="{name}" d="{path}"/>')

@@ -16,7 +16,7 @@ from titanlite.errors import UserError, format_bytes
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.build import build_model
-from titanlite.planner.depth import plan_step
+from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.search import Candidate, changes
@@ -64,6 +64,8 @@ class Plan:
     """The peak where no rank receives more than another."""
     changes: Sequence[Candidate] = ()
     """What would fit, if this does not."""
+    ranks: Sequence[tuple[Recording, Speed]] = ()
+    """Those of each rank of a pipeline; the plan's are the fullest one's."""
 
     @property
     def fits(self) -> bool:
@@ -91,6 +93,8 @@ class Plan:
             "which keeps more (not measured how much)"
         )
         texts = [reserve_text(self.hardware), *([eager] if self.at_most else [])]
+        if self.ranks:
+            texts.append("what a stage has sent is freed when the send has been waited for")
         if self.imbalance > 1:
             balanced = f"at balance the peak is {format_bytes(self.balanced_peak)}"
             texts.append(f"a rank receives {self.imbalance:g} times the mean of tokens; {balanced}")
@@ -152,6 +156,20 @@ class Plan:
                 "assumptions": list(speed.assumptions),
             },
             "changes": [*map(_change, self.changes)],
+            "ranks": [self.rank(number) for number in range(len(self.ranks))],
+        }
+
+    def rank(self, number: int) -> dict[str, Any]:
+        """Return what a rank of the pipeline needs, and how long it waits."""
+        recording, speed = self.ranks[number]
+        traffic = traffic_of(self.job, recording, self.hardware.node.gpus)
+        return {
+            "stages": self.job.stages.ranks[number],
+            "peak": recording.peak,
+            "moment": recording.moment,
+            "static": dict(recording.static),
+            "communication": [{**asdict(row), "where": row.where} for row in traffic],
+            "exposed": dict(speed.exposed),
         }
 
 
@@ -166,16 +184,19 @@ def _change(change: Candidate) -> dict[str, Any]:
 
 def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float = 1) -> Plan:
     """Rehearse a job's step; if it does not fit, also what would."""
-    recording = plan_step(job)
-    balanced_peak = recording.peak
+    ranks = plan_ranks(job)
+    balanced_peak = fullest(ranks).peak
     if imbalance > 1:
         if not job.shape.experts:
             raise UserError(f"--imbalance {imbalance:g}: the model has no experts; leave it out")
-        recording = plan_step(job, imbalance=imbalance)
+        ranks = plan_ranks(job, imbalance=imbalance)
     model, table = build_model(job)
     flops = flops_per_token(model.named_parameters(), table, job.shape, job.config.training.seq_len)
-    speed = speed_of_job(job, recording, hardware)
+    pairs = [*zip(ranks, speed_of_job(job, ranks, hardware), strict=True)]
+    recording, speed = max(pairs, key=lambda pair: pair[0].peak)
     plan = Plan(job, hardware, recording, speed, flops, tokens, imbalance, balanced_peak)
+    if job.layout.pp > 1:
+        plan = replace(plan, ranks=pairs)
     return plan if plan.fits else replace(plan, changes=changes(job, hardware))
 
 
@@ -224,7 +245,8 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
     `memory` is that of a rank in bytes, or None.
     """
     try:
-        recording = plan_step(job, as_on_cuda=bool(gpu))
+        ranks = plan_ranks(job, as_on_cuda=bool(gpu))
+        recording = fullest(ranks)
         known = recognize(gpu, memory)
         hardware = load_hardware(known) if known else None
         speed = (
@@ -233,7 +255,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
             else "no speed bound on a CPU"
         )
         if hardware:
-            found = speed_of_job(job, recording, hardware)
+            found = speed_of_job(job, ranks, hardware)[0]
             speed = (
                 f"{found.bound:.3g} s or more by {found.binding}, "
                 f"by estimate {found.estimate:.3g} s"

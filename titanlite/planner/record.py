@@ -7,6 +7,7 @@ Bytes, FLOPs and collectives are those of one rank.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
@@ -44,6 +45,17 @@ class Collective:
         return f"{self.kind} on {self.dimension} ({self.ranks} ranks, {self.dtype}, {size})"
 
 
+class Event(NamedTuple):
+    """A part of a pipeline rank's step."""
+
+    kind: str
+    """ "F", "B", "I" or "W" of an action, "send F" and "send B" of what it gives another rank, and
+    "rest" of a step after all actions.
+    """
+    stage: int = -1
+    micro_batch: int = -1
+
+
 @dataclass(frozen=True)
 class Operation:
     phase: str
@@ -69,6 +81,8 @@ class Operation:
     """FSDP2 gathers or reduces: on lanes of their own, whatever their dimension."""
     by_kind: tuple[int, ...] = ()
     """`live` as a sum over KINDS, in their order; empty where kinds were not separated."""
+    event: Event | None = None
+    """Of a pipeline's rank: the last one that began."""
 
 
 @dataclass(frozen=True)

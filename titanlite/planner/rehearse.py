@@ -7,7 +7,7 @@ AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the
 which allocates at least as much."""
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,8 +40,9 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner import stand_ins
 from titanlite.planner.counting import PHASE_OF_REGION, Counting
 from titanlite.planner.fake_world import FakeWorld
-from titanlite.planner.record import Recording
+from titanlite.planner.record import Event, Recording
 from titanlite.planner.torch_private import (
+    around_sends,
     fake_tensor_mode,
     holding_what_is_sent,
     real_tensors,
@@ -69,7 +70,7 @@ class Rehearsal:
         """With an `imbalance` the rank receives so many times as many rows for its experts as a
         rank does on average.
         """
-        check_planned(job, with_pipelines=True)
+        check_planned(job)
         causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
         mesh = world.mesh(job.layout, rank)
         self._context, self._parts = _skeleton(job, mesh, build_converters(job))
@@ -235,6 +236,8 @@ def _count_step(
             own_tokens *= runner.has_loss
             valid_tokens = guard.exchange(own_tokens)
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
+            if runner.pipeline:
+                counting.begin(Event("rest"))
             static["gradients"] = [
                 parameter.grad for parameter in runner.parameters if parameter.grad is not None
             ]
@@ -273,7 +276,9 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name what stages compute: blocks, and what comes before and after them in a stage."""
+    """Name actions and sends, and what stages compute: blocks, and what comes before and after
+    them in a stage.
+    """
     begin = pipeline.begin
 
     def enter(index: int, kind: str, number: int) -> None:
@@ -284,10 +289,21 @@ def _name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSt
         elif not stage.is_last:
             begins["backward"] = "backward gradient"
         counting.phase_of_region = PHASE_OF_REGION | begins
+        counting.begin(Event(kind, index, number))
         begin(index, kind, number)
 
+    def tag(kind: str, stage: Any, operations: Callable[[int], list[Any]], number: int) -> Any:
+        found = operations(number)
+        for operation in found:
+            operation.event = Event(kind, stage.stage_index, number)
+        return found
+
     hooks.enter_context(patch.object(pipeline, "begin", enter))
+    hooks.enter_context(around_sends(lambda operation: counting.begin(operation.event)))
     for stage in pipeline.stages:
+        for method, kind in (("get_fwd_send_ops", "send F"), ("get_bwd_send_ops", "send B")):
+            tagged = partial(tag, kind, stage, getattr(stage, method))
+            hooks.enter_context(patch.object(stage, method, tagged))
         before = "embedding" if stage.is_first else "input"
         after = "head" if stage.is_last else "forward output"
         _name_phases(stage.submod, pipeline.context, counting, hooks, before, after)
@@ -325,17 +341,13 @@ def _name_phases(
         hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)
 
 
-def check_planned(job: Job, with_pipelines: bool = False) -> None:
-    """Raise a UserError that names a feature of the job that cannot be planned.
-
-    Pipelines can be rehearsed, as the selftest does, but their ranks have no common estimate yet.
-    """
+def check_planned(job: Job) -> None:
+    """Raise a UserError that names a feature of the job that cannot be planned."""
     config = job.config
     refused = {
         "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         "model.converters": bool({*config.model.converters} - {*FLOAT8_CONVERTERS}),
-        "parallelism.pipeline_parallel_degree": job.layout.pp > 1 and not with_pipelines,
     }
     if named := [name for name, is_on in refused.items() if is_on]:
         raise UserError(f"not planned: {', '.join(named)} can't be rehearsed yet")

@@ -3,22 +3,24 @@
 The bound is the largest of four sums, each at full speed: FLOPs, traffic of the GPU's memory, of
 the links in a node, of the network. The estimate puts the operations, in their order and at the
 efficiencies of hardware.toml, on three lanes: compute, gathers of parameters, reductions of
-gradients."""
+gradients. Ranks of a pipeline wait for what others send: a step is the longest chain."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from math import prod
 
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import Collective, Operation, Recording, views
+from titanlite.planner.record import Collective, Event, Operation, Recording, views
 
 MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
 LANES = COMPUTE, GATHERS, REDUCTIONS, WAITING = "compute", "gathers", "reductions", "waiting"
+SENDS = "sends"
+"""A further lane, of a pipeline's ranks."""
 
 _ALWAYS_ASSUMED = (
     "attention is counted in full, as in MFU: a causal kernel may do half of it, "
@@ -85,43 +87,94 @@ def is_upper_bound(job: Job) -> bool:
     return job.config.compile.enable and "model" in job.config.compile.components
 
 
-def speed_of_job(job: Job, recording: Recording, hardware: Hardware) -> Speed:
-    """Return the bound and the estimate of a job's recorded step."""
+def speed_of_job(job: Job, ranks: Sequence[Recording], hardware: Hardware) -> list[Speed]:
+    """Return the bound and the estimate of a job's recorded step, on each pipeline rank."""
     tokens = job.batch.total * job.config.training.seq_len
-    return speed_of(recording, job.layout, hardware, tokens, is_upper_bound(job))
+    return speed_of(ranks, job.layout, hardware, tokens, is_upper_bound(job), job.stages.rank_of)
 
 
 def speed_of(
-    recording: Recording,
+    ranks: Sequence[Recording],
     layout: Layout,
     hardware: Hardware,
     tokens_per_step: int,
     compiled: bool = False,
-) -> Speed:
-    """Return the bound and the estimate of a recorded step; `compiled` chooses among the
-    efficiencies.
+    rank_of: Mapping[int, int] | None = None,
+) -> list[Speed]:
+    """Return the bound and the estimate of a recorded step, on each pipeline rank; `compiled`
+    chooses among the efficiencies, `rank_of` has the rank of each stage.
     """
-    terms = [*_terms(recording, layout, hardware)]
+    schedules = [_Schedule(layout, hardware, compiled) for _ in ranks]
+    done: dict[Event, float] = {}
+    running = []
+    for number, (recording, schedule) in enumerate(zip(ranks, schedules, strict=True)):
+        running.append(_run(recording, schedule, number, rank_of or {}, done))
+    while running:  # each as far as what it needs is done
+        before = len(done), len(running)
+        running = [run for run in running if next(run, None)]
+        assert before != (len(done), len(running)), "ranks wait for each other"
+    terms = [[*_terms(recording, layout, hardware)] for recording in ranks]
+    bounds = [*map(_bound, terms)]
+    bound, binding = max(bounds)
+    estimate = max(bound, *(schedule.finish() for schedule in schedules))
+    speeds = []
+    for schedule in schedules:
+        speeds.append(
+            Speed(
+                terms[bounds.index((bound, binding))],
+                bound,
+                binding,
+                estimate,
+                schedule.exposed,
+                schedule.spans,
+                schedule.starts,
+                tokens_per_step,
+                layout.world,
+                [*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED],
+            )
+        )
+    return speeds
+
+
+def _bound(terms: Sequence[Term]) -> tuple[float, str]:
+    """Return the largest sum of a resource's terms, and the resource."""
     seconds: dict[str, float] = defaultdict(float)
     for term in terms:
         seconds[term.resource] += term.seconds
-    binding, bound = max(seconds.items(), key=lambda item: item[1])
-    schedule = _Schedule(layout, hardware, compiled)
-    for operation in recording.operations:
-        schedule.add(operation)
-    assumptions = [*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED]
-    return Speed(
-        terms,
-        bound,
-        binding,
-        max(bound, schedule.finish()),
-        schedule.exposed,
-        schedule.spans,
-        schedule.starts,
-        tokens_per_step,
-        layout.world,
-        assumptions,
-    )
+    binding = max(seconds, key=lambda resource: seconds[resource])
+    return seconds[binding], binding
+
+
+def _run(
+    recording: Recording,
+    schedule: "_Schedule",
+    rank: int,
+    rank_of: Mapping[int, int],
+    done: dict[Event, float],
+) -> Iterator[Event]:
+    """Schedule a rank's step, and yield each event that waits for another rank, until that is done.
+
+    `done` has the end of every send, and when each rank came to the rest of its step."""
+    for event, operations in groupby(recording.operations, lambda operation: operation.event):
+        needed = list[Event]()
+        if event and event.kind == "rest":
+            done[Event("rest", rank)] = schedule.now
+            needed = [Event("rest", other) for other in {*rank_of.values()}]
+        elif event and event.kind in ("F", "B", "I"):
+            step, kind = (-1, "send F") if event.kind == "F" else (1, "send B")
+            source = event.stage + step
+            if rank_of.get(source, rank) != rank:
+                needed = [Event(kind, source, event.micro_batch)]
+        while event and any(one not in done for one in needed):
+            yield event
+        for one in needed:
+            schedule.wait_until(done[one])
+        for operation in operations:
+            collective = operation.collective
+            if event and collective and collective.kind == "send-receive" and event.stage >= 0:
+                done[event] = schedule.send(operation.phase, collective)
+            else:
+                schedule.add(operation)
 
 
 @cache
@@ -135,6 +188,8 @@ def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[floa
     near = ranks_in_a_node(collective, layout, per_node)
     ranks = collective.ranks
     size = collective.bytes
+    if collective.kind == "send-receive":
+        return (0, size) if near < ranks else (size, 0)
     if collective.kind == "all-to-all":  # `bytes` are those of one rank
         return size * (near - 1) / ranks, size * (ranks - near) / ranks
     passes = 2 if collective.kind == "all-reduce" else 1
@@ -224,10 +279,22 @@ class _Schedule:
         self.starts: list[float | None] = []
         self.efficiencies: set[str] = set()
 
-    def add(self, operation: Operation) -> None:
-        if operation.phase != self.phase:
-            self.phase = operation.phase
+    def send(self, phase: str, collective: Collective) -> float:
+        """Return when what a stage sends arrives; compute goes on."""
+        self._enter(phase)
+        return self._communicate(SENDS, collective, self.now).end
+
+    def wait_until(self, time: float) -> None:
+        """Wait for other ranks of the pipeline."""
+        self._wait_for(Span(SENDS, "pp", time, time))
+
+    def _enter(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phase = phase
             self.starts.append(None)
+
+    def add(self, operation: Operation) -> None:
+        self._enter(operation.phase)
         in_backward = operation.phase.startswith("backward")
         if not in_backward and self.reduction:
             self._wait_for(self.reduction)

@@ -44,9 +44,11 @@ def heading(plan: Plan) -> tuple[str, str, str]:
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables in the order of a reader's questions."""
-    if not plan.fits:
+    if not (plan.fits or plan.ranks):
         yield _changes(plan)
     yield _memory(plan)
+    if plan.ranks:
+        yield _ranks(plan)
     yield _communication(plan)
     yield _speed(plan)
     units = {"compute": 1e12}
@@ -80,6 +82,22 @@ def _memory(plan: Plan) -> Table:
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
     header = ("GiB", "at the peak", "static")
     return Table("memory", "Memory of a rank", header, rows, plan.assumptions)
+
+
+def _ranks(plan: Plan) -> Table:
+    rows = []
+    for number in range(len(plan.ranks)):
+        rank = plan.rank(number)
+        sent = [row for row in rank["communication"] if row["kind"] == "send-receive"]
+        counts = [sum(row["number"] for row in of) for of in (rank["communication"], sent)]
+        size = gib(sum(row["bytes"] for row in sent))
+        waits = Number(rank["exposed"].get("pp", 0.0), 3)
+        stages = " ".join(map(str, rank["stages"]))
+        place = f"{number}", stages, rank["moment"], gib(rank["peak"])
+        rows.append((*place, *map(Number, counts), size, waits))
+    header = ("rank", "stages", "peak in", "GiB", "collectives", "sends", "GiB sent", "waits s")
+    note = "waits: for other ranks, in the estimate; other tables show the fullest rank"
+    return Table("ranks", "Ranks of the pipeline", header, rows, (), note)
 
 
 def _communication(plan: Plan) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 # 2.11 and 2.14; no public name.
 from torch.utils._python_dispatch import (
@@ -161,6 +162,27 @@ def holding_what_is_sent() -> Iterator[None]:
         return [*send(operations, *args, **kwargs), *held]
 
     with patch.object(schedules, "_batch_p2p", send_and_hold):
+        yield
+
+
+@contextmanager
+def around_sends(before: Callable[[Any], None]) -> Iterator[None]:
+    """Call a function before each of a pipeline's sends, and send each alone.
+
+    torch 2.14 (2.11 read); no public way."""
+    from torch.distributed.pipelining import schedules
+
+    batch = schedules._batch_p2p
+
+    def one_by_one(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        works = []
+        for operation in operations:
+            if operation.op is dist.isend:
+                before(operation)
+            works += batch([operation], *args, **kwargs)
+        return works
+
+    with patch.object(schedules, "_batch_p2p", one_by_one):
         yield
 
 

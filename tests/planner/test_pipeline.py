@@ -1,0 +1,65 @@
+"""A pipeline is planned on every rank: ranks wait for each other as their sends say."""
+
+import pytest
+import torch
+
+from tests.jobs import TINY, job
+from tests.planner.test_page import tables_of
+from titanlite.layout import Layout
+from titanlite.planner.hardware import load_hardware
+from titanlite.planner.page import write_page
+from titanlite.planner.plan import make_plan
+from titanlite.planner.record import Collective, Event, Operation, Recording
+from titanlite.planner.rehearse import record_step
+from titanlite.planner.speed import speed_of
+from titanlite.planner.tables import report
+
+KEYS = "--parallelism.pipeline_parallel_"
+
+
+def test_every_rank_of_a_pipeline_is_planned_with_what_it_sends(tmp_path):
+    own = [f"{KEYS}degree=2", f"{KEYS}schedule=1F1B", f"{KEYS}microbatch_size=1"]
+    planned = job([*TINY, *own, "--training.local_batch_size=3"], 2)
+    plan = make_plan(planned, load_hardware("h100-80g"))
+    ranks = plan.to_json()["ranks"]
+    assert [rank["stages"] for rank in ranks] == [(0,), (1,)]
+    dtype = getattr(torch, planned.config.training.mixed_precision_param)
+    for number, rank in enumerate(ranks):
+        recorded = record_step(planned, number)
+        assert (rank["peak"], rank["moment"]) == (recorded.peak, recorded.moment)
+        (sent,) = [row for row in rank["communication"] if row["kind"] == "send-receive"]
+        assert (sent["dimension"], sent["number"]) == ("pp", 3)
+        assert sent["bytes"] == 3 * 16 * 16 * dtype.itemsize, "a hidden state for each"
+        assert rank["exposed"]["pp"] > 0
+    assert plan.recording.peak == max(rank["peak"] for rank in ranks)
+    assert "send-receive" in report(plan)
+    write_page(plan, tmp_path / "plan.html")
+    rows = tables_of((tmp_path / "plan.html").read_text())["ranks"]
+    assert [row[3] for row in rows] == [rank["peak"] for rank in ranks]
+
+
+def test_a_rank_waits_for_what_others_send_and_for_the_slowest_at_the_end():
+    """Two stages of a second a pass, and a send of a quarter: 0F0 0F1 | 1F0 1F1."""
+    hardware = load_hardware("h100-80g")
+    rate = hardware.peak("bfloat16") * hardware.efficiencies["bfloat16"].share
+    quarter = hardware.network_rate * hardware.efficiencies["network"].share / 4
+    layout = Layout(pp=2, dp_shard=8)
+
+    def compute(event: Event) -> Operation:
+        return Operation("forward 0", 1, int(rate), "bfloat16", 1, event=event)
+
+    def send(event: Event) -> Operation:
+        sent = Collective("send-receive", "pp", 2, "bfloat16", int(quarter))
+        return Operation("send", 1, collective=sent, event=event)
+
+    first, second = list[Operation](), list[Operation]()
+    for number in range(2):
+        first += [compute(Event("F", 0, number)), send(Event("send F", 0, number))]
+        second.append(compute(Event("F", 1, number)))
+    recordings = []
+    for operations in (first, second):
+        rest = Operation("optimizer", 1, event=Event("rest"))
+        recordings.append(Recording([*operations, rest], {}, {}))
+    speeds = speed_of(recordings, layout, hardware, 1, rank_of={0: 0, 1: 1})
+    assert [speed.estimate for speed in speeds] == pytest.approx([3.25, 3.25], rel=1e-6)
+    assert [speed.exposed["pp"] for speed in speeds] == pytest.approx([1.25, 1.25], rel=1e-6)
