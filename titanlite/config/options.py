@@ -1,8 +1,10 @@
 """Options of a command, declared as its manual writes them. No torch."""
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from titanlite.errors import UserError, nearest
 
 Options = Mapping[str, str | tuple[Any, ...]]
 """The meaning of each option by its usage: "--full" is a flag, "--out FILE" takes a value, "--x
@@ -63,3 +65,26 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"must be a whole number >= 1, not {text!r}")
     return int(text)
+
+
+class KeysHelp(Action):
+    """Print --help with every config key, or only the keys that mention a search word."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
+    ) -> None:
+        from titanlite.config.docs import help_text
+        from titanlite.config.schema import KEYS
+
+        text = help_text(values)
+        if not text:
+            close = nearest(values, {part for key in KEYS for part in key.split(".")})
+            raise UserError(
+                f"no config key mentions '{values}'"
+                + (f"; did you mean '{close}'?" if close else "")
+            )
+        if not values:
+            parser.print_help()
+            print()
+        print(text, end="")
+        parser.exit()

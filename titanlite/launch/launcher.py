@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 import tempfile
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.resume import (
@@ -29,10 +29,18 @@ from titanlite.checkpoint.resume import (
 )
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
+from titanlite.config.options import KeysHelp
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
-from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError, nearest
-from titanlite.launch.nodes import Nodes, find_device, find_nodes, gpu_name, worker_environment
+from titanlite.errors import FAILED, INTERRUPTED, OK, REFUSED, RunFailed, UserError
+from titanlite.launch.nodes import (
+    Nodes,
+    describe_start,
+    find_device,
+    find_nodes,
+    gpu_name,
+    worker_environment,
+)
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.terminal import say
@@ -66,37 +74,16 @@ SLURM_* and PET_* are understood too).
 """
 
 
-class _KeysHelp(Action):
-    """Print --help with every config key, or only the keys that mention a search word."""
-
-    def __call__(
-        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
-    ) -> None:
-        from titanlite.config.docs import help_text
-        from titanlite.config.schema import KEYS
-
-        text = help_text(values)
-        if not text:
-            close = nearest(values, {part for key in KEYS for part in key.split(".")})
-            raise UserError(
-                f"no config key mentions '{values}'"
-                + (f"; did you mean '{close}'?" if close else "")
-            )
-        if not values:
-            parser.print_help()
-            print()
-        print(text, end="")
-        parser.exit()
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare --help; everything else is --config and config keys."""
     parser.set_defaults(takes_overrides=True)
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
+    values = "train once with each value, in folders of their own: optimizer.lr=1e-3,4e-3"
+    parser.add_argument("--sweep", metavar="KEY=V,V", help=values)
     about = "list every config key, or those that mention WORD"
     parser.add_argument(
-        "-h", "--help", nargs="?", const="", metavar="WORD", action=_KeysHelp, help=about
+        "-h", "--help", nargs="?", const="", metavar="WORD", action=KeysHelp, help=about
     )
 
 
@@ -106,9 +93,33 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
     try:
+        if setting := getattr(arguments, "sweep", ""):  # `titanlite profile` has none
+            return _sweep(argv, setting)
         return _check_and_run(argv)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _sweep(argv: list[str], setting: str) -> int:
+    """Train once with each value and return the highest exit code; a run that was stopped is the
+    last. All are checked before the first one starts.
+    """
+    key, _, values = setting.partition("=")
+    if not values:
+        raise UserError(f"--sweep {setting}: give values, as in optimizer.lr=1e-3,4e-3")
+    dump = load(parse_command_line(argv, os.environ)).config.job.dump_folder
+    runs = []
+    for value in values.split(","):
+        own = f"{key}={value}"
+        folder = Path(dump, own.replace("/", "_"))
+        runs.append([*argv, f"--{own}", f"--job.dump_folder={folder}"])
+        find_job(load(parse_command_line(runs[-1], os.environ)), os.environ)
+    worst = OK
+    for words in runs:
+        worst = max(worst, _check_and_run(words))
+        if worst > FAILED:
+            break
+    return worst
 
 
 def _check_and_run(argv: list[str]) -> int:
@@ -246,7 +257,7 @@ class Launch:
         from titanlite.launch.node import Node
 
         config = self.job.config
-        say(f"titanlite: {_describe_start(self.nodes, self.device, self.processes, os.environ)}")
+        say(f"titanlite: {describe_start(self.nodes, self.device, self.processes, os.environ)}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
@@ -369,18 +380,6 @@ def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
     if not job.config.checkpoint.enable:
         return 0
     return job.config.fault.max_restarts if "fault.max_restarts" in loaded.entries else given
-
-
-def _describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
-    """Return the number of processes to start, and the variables it comes from."""
-    count = (
-        f"{processes} process{'es' if processes > 1 else ''} "
-        f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
-    )
-    reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
-    spare = f" ({nodes.spare} spare)" if nodes.spare else ""
-    node = f"; node {nodes.rank} of {nodes.count}{spare}, from {nodes.source}"
-    return f"{count} ({reason}){node if nodes.count > 1 else ''}"
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:

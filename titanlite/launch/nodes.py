@@ -202,3 +202,15 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     return {LAUNCHED: str(os.getpid())} | {
         name: value for name, value in defaults.items() if name not in environ
     }
+
+
+def describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
+    """Return the number of processes to start, and the variables it comes from."""
+    count = (
+        f"{processes} process{'es' if processes > 1 else ''} "
+        f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
+    )
+    reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
+    spare = f" ({nodes.spare} spare)" if nodes.spare else ""
+    node = f"; node {nodes.rank} of {nodes.count}{spare}, from {nodes.source}"
+    return f"{count} ({reason}){node if nodes.count > 1 else ''}"

@@ -68,7 +68,7 @@ class Run:
         """Return what the run planned, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
-        hangs = [path.name for path in logs.glob("hang-*.txt")]
+        hangs = [*logs.glob("hang-*.txt")]
         memory = self.logged["memory_gib"].max(initial=0)
         planned = re.findall("planned peak ([^;]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
@@ -78,7 +78,7 @@ class Run:
             ("memory", f"{memory:.2f} GiB measured, planned {', '.join(planned) or 'unknown'}"),
             ("saves", saves),
             ("restarts", f"{max(attempts, default=0)}"),
-            ("hangs", ", ".join(hangs) or "0"),
+            ("hangs", f"{len(hangs)}"),
             ("bad steps", f"{len(self.bad)}"),
         ]
 

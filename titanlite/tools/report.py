@@ -15,11 +15,11 @@ import numpy as np
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
 from titanlite.config.options import declare
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import to_toml, toml_differences, toml_value, tomllib
+from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import columns
 from titanlite.layout import Layout
 from titanlite.observe.metrics import format_duration
-from titanlite.observe.page import Number, Table, html_table, write_html
+from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import chart, read_run, text_of
 
@@ -101,25 +101,24 @@ def _write_page(dump: Path, path: Path) -> None:
 
     (record,) = read_runs([dump])
     folder = record.folder
-    environment = json.loads(text_of(folder / ENVIRONMENT) or "{}")
-    layout = Layout(**environment.get("mesh", {}))
+    environment = text_of(folder / ENVIRONMENT)
+    layout = Layout(**json.loads(environment or "{}").get("mesh", {}))
     ranks = _ranks(folder / "logs" / RANKS)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), text_of(folder / CONFIG))
-    given = [(key, toml_value(value)) for key, value in environment.items()]
-    validated = [(Number(step), Number(loss, 5)) for step, loss in record.validated]
+    validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
     tables = [
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),
         Table("evaluations", "Evaluations", ("step", "validation loss"), validated),
-        Table("environment", "Environment", (), given),
     ]
     parts = [
         f"<pre>{escape(summarize([record]))}</pre>",
         picture(draw([record], "steps")),
         draw_mesh(layout, layout.world // hosts),
         *map(html_table, tables),
+        f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
     ]
     write_html(path, f"{dump}: {layout}", "".join(parts))
     print(f"wrote {path}")
