@@ -53,7 +53,7 @@ it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
 not reached. Since then the fake GPU took 1,500 (as allowed), the planner 3,750 (3,000, and 1,600
-for pipelines), the first hour 2,000 (2,000: `init` 480, `top` and `report` 1,520), and scale
+for pipelines), the first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale
 4,100, which is 3,100 above its allowance.
 models and data that people bring: 1,500 of 3,000, for transformers' classes and formats of data.
 rings 1 and 2: what the issue of rings allows.
