@@ -71,6 +71,7 @@ def test_the_view_is_as_wide_as_the_terminal(run, capsys, monkeypatch, columns):
     assert main(["top", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]  # the first one has the path of the folder
     assert 30 < max(map(len, lines)) <= int(columns)
+    assert lines[0].startswith("  loss ") and lines[1].startswith("  validation_loss ")
 
 
 def test_of_half_a_run_there_is_what_its_files_have(run, capsys):

@@ -257,7 +257,7 @@ class Launch:
         from titanlite.launch.node import Node
 
         config = self.job.config
-        say(f"titanlite: {describe_start(self.nodes, self.device, self.processes, os.environ)}")
+        say(f"titanlite: {describe_start(self.nodes, self.device, self.processes)}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):

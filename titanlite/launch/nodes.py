@@ -204,13 +204,13 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     }
 
 
-def describe_start(nodes: Nodes, device: str, processes: int, environ: Mapping[str, str]) -> str:
+def describe_start(nodes: Nodes, device: str, processes: int) -> str:
     """Return the number of processes to start, and the variables it comes from."""
     count = (
         f"{processes} process{'es' if processes > 1 else ''} "
         f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
     )
-    reason = "from NGPU" if environ.get("NGPU") else "NGPU sets another number"
+    reason = "from NGPU" if os.environ.get("NGPU") else "NGPU sets another number"
     spare = f" ({nodes.spare} spare)" if nodes.spare else ""
     node = f"; node {nodes.rank} of {nodes.count}{spare}, from {nodes.source}"
     return f"{count} ({reason}){node if nodes.count > 1 else ''}"

@@ -70,8 +70,6 @@ def html_table(table: Table, picture: str = "") -> str:
     notes = [table.note, *(f"assumed: {text}" for text in table.assumed)]
     below = "".join(f'<p class="note">{escape(note)}</p>' for note in notes if note)
     above = f"<h2>{escape(table.title)}</h2>{picture}"
-    if not rows:
-        return above + below
     return (
         f'{above}<table id="{table.name}"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table>{below}"

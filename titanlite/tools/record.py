@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.errors import UserError
+from titanlite.errors import UserError, print_notice
 from titanlite.launch.terminal import NOTICES
 
 FIELDS = {
@@ -68,7 +68,6 @@ class Run:
         """Return what the run planned, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
-        hangs = [*logs.glob("hang-*.txt")]
         memory = self.logged["memory_gib"].max(initial=0)
         planned = re.findall("planned peak ([^;]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
@@ -78,7 +77,7 @@ class Run:
             ("memory", f"{memory:.2f} GiB measured, planned {', '.join(planned) or 'unknown'}"),
             ("saves", saves),
             ("restarts", f"{max(attempts, default=0)}"),
-            ("hangs", f"{len(hangs)}"),
+            ("hangs", f"{len([*logs.glob('hang-*.txt')])}"),
             ("bad steps", f"{len(self.bad)}"),
         ]
 
@@ -110,7 +109,7 @@ def read_run(dump: Path) -> Run:
                 raise UserError(
                     f"line {number} of {file} is not a metrics record: {reason}"
                 ) from error
-            print(f"line {number} of {file} is incomplete and skipped", file=sys.stderr)
+            print_notice(f"line {number} of {file} is incomplete and skipped")
     tables = [[row for _, row in sorted(rows[key].items())] for key in FIELDS]
     types = ([(field, float) for field in fields] for fields in FIELDS.values())
     return Run(str(dump), file.parent, *map(np.array, tables, types))
