@@ -1,25 +1,47 @@
 """A pipeline is planned on every rank: ranks wait for each other as their sends say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.jobs import TINY, job
 from tests.planner.test_page import tables_of
+from titanlite.config.job import Job
+from titanlite.errors import UserError
 from titanlite.layout import Layout
 from titanlite.planner.hardware import load_hardware
 from titanlite.planner.page import write_page
 from titanlite.planner.plan import make_plan
 from titanlite.planner.record import Collective, Event, Operation, Recording
 from titanlite.planner.rehearse import record_step
+from titanlite.planner.search import search
 from titanlite.planner.speed import speed_of
 from titanlite.planner.tables import report
 
 KEYS = "--parallelism.pipeline_parallel_"
 
 
-def test_every_rank_of_a_pipeline_is_planned_with_what_it_sends(tmp_path):
+def pipelined() -> Job:
     own = [f"{KEYS}degree=2", f"{KEYS}schedule=1F1B", f"{KEYS}microbatch_size=1"]
-    planned = job([*TINY, *own, "--training.local_batch_size=3"], 2)
+    return job([*TINY, *own, "--training.local_batch_size=3"], 2)
+
+
+def test_a_pipeline_is_not_searched_yet():
+    with pytest.raises(UserError, match="--search: pipelines are not searched yet, only planned"):
+        search(pipelined(), load_hardware("h100-80g"))
+
+
+def test_a_pipeline_that_does_not_fit_is_said_without_changes():
+    hardware = load_hardware("h100-80g")
+    small = replace(hardware, gpu=replace(hardware.gpu, memory_gib=hardware.reserve.gib + 1e-6))
+    plan = make_plan(pipelined(), small)
+    assert not plan.fits and not plan.changes
+    assert "It does not fit" in report(plan) and "try --search" not in report(plan)
+
+
+def test_every_rank_of_a_pipeline_is_planned_with_what_it_sends(tmp_path):
+    planned = pipelined()
     plan = make_plan(planned, load_hardware("h100-80g"))
     ranks = plan.to_json()["ranks"]
     assert [rank["stages"] for rank in ranks] == [(0,), (1,)]
