@@ -231,9 +231,11 @@ OPTIONS = (
 ).split()
 
 
-def train(library: Path, folder: Path, gpus: int, argv: list[str], **environ: str) -> Ran:
+def train(
+    library: Path, folder: Path, gpus: int, argv: list[str], seconds: int = 240, **environ: str
+) -> Ran:
     """Run `titanlite train`; a step is logged if it is the first or the last."""
     traced = folder / "traces"
     variables = {**environment(library, traced, gpus), **environ}
-    code, out = run.finish(run.start([*OPTIONS, *argv], folder / "run", **variables), 240)
+    code, out = run.finish(run.start([*OPTIONS, *argv], folder / "run", **variables), seconds)
     return Ran(code, out, folder / "run", read_traces(traced))

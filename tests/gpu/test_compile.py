@@ -31,7 +31,8 @@ def test_a_step_compiles_for_a_gpu_and_its_kernels_are_launched(train_on_gpus, t
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
     }
-    ran = train_on_gpus(tmp_path, 1, [*STEPS.split(), *options.split()], **cache)
+    argv = [*STEPS.split(), *options.split()]
+    ran = train_on_gpus(tmp_path, 1, argv, seconds=1200, **cache)
     assert ran.code == 0, ran.out
     launched = {event.name for event in ran.traces[0].step(3).of("launch")}
     assert any(name.startswith(wanted) for name in launched), launched

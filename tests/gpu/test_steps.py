@@ -28,6 +28,8 @@ SKIPPING = (
 )
 FLAGS = {"event": 1}
 """The flags of the step before, which bound the host's lead to one step."""
+COUNTS = "4"
+"""How many numbers the all-to-all of counts sends to each rank: that of its experts."""
 READS = {"stream": 1, "D2H of pageable memory": 1}
 """The sizes of an all-to-all."""
 ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
@@ -191,6 +193,24 @@ def test_each_edge_of_a_pipeline_has_a_communicator_and_a_stream_of_its_own(
         senders.update(comm for kind, comm in lanes if kind == "send")
     assert {*senders.values()} == {1}
     assert len(senders) == 8
+
+
+@pytest.mark.long
+def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_on_gpus, tmp_path):
+    """Without it they are gathered one launch before the host waits for the router's counts."""
+    options = f"{STEPS} {MOE} --parallelism.fsdp_forward_prefetch=1"
+    (trace, *_) = train_on_gpus(tmp_path, 4, options.split()).traces
+    launches = gathered = 0
+    between = []
+    world = trace.step(3).of("collective")[0].facts["comm"]
+    for event in trace.step(3).of("launch", "collective"):
+        if event.kind == "launch":
+            launches += 1
+        elif event.name == "all_gather" and event.facts["comm"] != world:
+            gathered = launches
+        elif event.name == "all_to_all" and event.facts["count"] == COUNTS:
+            between.append(launches - gathered)
+    assert between and min(between) >= 50
 
 
 @pytest.mark.long

@@ -145,7 +145,8 @@ def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """
     values = values.float()
     up = (values.view(torch.int32) + (bits & 0xFFFF)) & ~0xFFFF
-    return torch.where(values.isfinite(), up.view(torch.float32), values).bfloat16()
+    # An infinite value keeps its bits.
+    return torch.where(values.isnan(), values, up.view(torch.float32)).bfloat16()
 
 
 def random_bits(box: Box, seed: int, device: torch.device) -> torch.Tensor:
