@@ -150,6 +150,7 @@ def table(results: dict[str, dict[str, str]]) -> str:
     for kind, seen in sorted(results.items()):
         if holds(seen):
             cells = [seen[c] if len(seen[c]) < 8 else "no" for c in columns]
+            cells = ["equal" if cell == "0e+00" else cell for cell in cells]
             lines.append(f"| {kind} | {' | '.join(cells)} |")
         else:
             why = seen.get("why") or next(v for v in seen.values() if v.startswith("differs"))
@@ -158,7 +159,7 @@ def table(results: dict[str, dict[str, str]]) -> str:
 
 
 def holds(seen: dict[str, str]) -> bool:
-    return all(len(seen.get(name, "differs")) < 8 for name in ("trains", "folder"))
+    return all(len(seen.get(name, "did not run")) < 8 for name in ("trains", "folder"))
 
 
 def main() -> None:
