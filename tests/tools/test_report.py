@@ -2,13 +2,20 @@
 
 import json
 import math
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import train
+from tests.launch.run import environment, train
 from tests.tools.test_plot import record, write
 from titanlite.cli import main
 from titanlite.config.schema import JobConfig, with_values
@@ -63,6 +70,34 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank(run, capsys, monk
         r"1 +data +11 +31\.0 +b",
     ):
         assert re.search(f"(?m)^ +{line}$", out) or re.search(line, out), line
+
+
+def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "titanlite", "top", run.name]
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    variables = environment(TERM="xterm", COLUMNS="80", LINES="50")
+    process = subprocess.Popen(command, cwd=run.parent, env=variables, **streams)
+    os.close(terminal)
+    shown = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert b"Traceback" not in shown, shown.decode()
+            shown += os.read(controller, 1 << 16)
+
+    wait_for(b"step 10 of 20")
+    sink = JsonLines(run / "metrics.jsonl", 99)
+    sink.write(11, asdict(record(11, 2.5, memory_gib=2.0)), {})
+    sink.close()
+    wait_for(b"step 11 of 20")
+    process.send_signal(signal.SIGINT)
+    with suppress(OSError):  # the other end is closed
+        while rest := os.read(controller, 1 << 16):
+            shown += rest
+    os.close(controller)
+    assert process.wait(30) == 0 and b"Traceback" not in shown
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
@@ -130,7 +165,6 @@ def test_a_chart_rises_with_its_values_and_has_a_gap_where_one_is_not_finite():
 
 def test_a_terminal_without_blocks_has_a_chart_of_other_characters(run, monkeypatch, capsys):
     import io
-    import sys
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)

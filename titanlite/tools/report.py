@@ -53,11 +53,12 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text(text), auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    # rich's own stdout has no encoding.
+    with Live(Text(text), redirect_stdout=False) as live, suppress(KeyboardInterrupt):
         while not is_over:
             time.sleep(1)
             text, is_over = view(arguments.dump)
-            live.update(Text(text), refresh=True)
+            live.update(Text(text))
     return 0
 
 
