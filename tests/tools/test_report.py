@@ -10,7 +10,9 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,7 +77,9 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank(run, capsys, monk
 def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "titanlite", "top", run.name]
-    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    streams: dict[str, Any] = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    # Tests in the background may inherit an ignored one.
+    streams["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     variables = environment(TERM="xterm", COLUMNS="80", LINES="50")
     process = subprocess.Popen(command, cwd=run.parent, env=variables, **streams)
     os.close(terminal)
