@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 186_170}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 188_220}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -55,13 +55,15 @@ titanlite: 173,250 stood when the issues after that of rings began, whose own go
 not reached. Since then the fake GPU took 1,500 (as allowed), the planner 3,750 (3,000, and 1,600
 for pipelines), the first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale
 4,100, which is 3,100 above its allowance.
-models and data that people bring: 1,500 of 3,000, for transformers' classes and formats of data.
+models and data that people bring: 3,530 of 3,000, for transformers' classes and formats of data
+1,500, for LoRA 2,030.
 rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {
     "the order and the step call every technique": """
         parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel
-        parallel.float8 parallel.pipeline_parallel parallel.replica_check parallel.replicated
+        parallel.float8 parallel.lora parallel.pipeline_parallel parallel.replica_check
+        parallel.replicated
         optim optim.bf16_state optim.skip train.bad_steps train.chunked_loss
         """,
     "a job is its config, checked": """
@@ -78,7 +80,8 @@ RING_1_MAY_IMPORT = {
         """,
     "the mesh splits ranks into groups": "parallel.groups",
     "words that all files use": """
-        errors models.common models.llama3.hf registry registry.flavor registry.hf runtime.cluster
+        errors models.common models.llama3.hf registry registry.flavor registry.hf registry.lora
+        runtime.cluster
         runtime.determinism runtime.distributed runtime.page runtime.parent
         runtime.torch_private
         """,

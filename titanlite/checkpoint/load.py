@@ -39,6 +39,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
+from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -135,6 +136,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
     check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
+    if not any(is_adapter(name) for name in saved):  # they begin beside weights without any
+        wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(

@@ -71,6 +71,24 @@ class Model(Section):
     """
 
 
+class Lora(Section):
+    """LoRA: the product of two narrow matrices is trained beside each matrix, and all else is
+    frozen.
+    """
+
+    only = Only("lora.rank")
+    rank: Annotated[Natural, Only()] = 0
+    """Width of the narrow matrices; 0 trains the model itself."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The product is scaled by alpha / rank."""
+    patterns: list[str] = ["*"]
+    """Patterns of the matrices that have an adapter, as the model's table names them, such as
+    "layers.*.attention.w[qv]".
+    """
+    dropout: Decay = 0.0
+    """Fraction of an adapter's inputs that are dropped in training."""
+
+
 class Dataloader(Section):
     """How batches are read."""
 
@@ -303,6 +321,7 @@ class JobConfig(Section):
 
     job: JobSection = JobSection()
     model: Model = Model()
+    lora: Lora = Lora()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -15,6 +15,7 @@ from torch import nn
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError
+from titanlite.parallel.lora import adapt
 from titanlite.registry import ModelSpec, Rule, assign
 
 if TYPE_CHECKING:
@@ -59,8 +60,12 @@ def build_meta_model(
     """Return a model on the meta device and the row of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)
+        rules = spec.rules(flavor)
+        if spec.adapters:
+            adapt(model, spec.adapters, rules)
+            rules += spec.adapters.rows(rules)
     names = list(dict(model.named_parameters()))
-    return model, assign(spec.rules(flavor), names, ties=shared_names(model))
+    return model, assign(rules, names, ties=shared_names(model))
 
 
 def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str]) -> list[str]:

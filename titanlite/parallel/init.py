@@ -91,6 +91,8 @@ def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
     if init.by_depth:
         layer = int(next(word for word in name.split(".") if word.isdigit()))
         std /= (2 * (layer + 1)) ** 0.5
+    if init.by_inputs:
+        std /= parameter.size(-1) ** 0.5
     shape = tuple(parameter.shape)
     threads = min(torch.get_num_threads(), _MAX_THREADS)
     draw = partial(_draw, name, seed, numel=prod(shape), threads=threads)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.errors import UserError
 from titanlite.layout import divisors
-from titanlite.parallel import float8
+from titanlite.parallel import float8, lora
 from titanlite.parallel.build import Context, shared_names, tie
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Role, Rule
@@ -83,6 +83,7 @@ def _split_module(
         "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
         "replicated": ReplicatedModule(),
     }
+    adapter = lora.take_adapter(module)
     try:
         parallelize_module(module, mesh, styles[role])
     except NotImplementedError:
@@ -90,6 +91,7 @@ def _split_module(
             f'tensor parallel: {name}.weight has the role "{role}", and {type(module).__name__} '
             "cannot be split"
         ) from None
+    lora.split_adapter(module, adapter, role, mesh)
     if role == "embedding":
         # Its collective may still be pending, which a compiled block cannot handle.
         module.register_forward_hook(lambda module, args, output: output.clone())
@@ -156,7 +158,7 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         role = own.get("weight", next(iter(own.values())))
         bias_role = "replicated" if role == "row" else role
         for name, other in own.items():
-            if name != "weight" and other != bias_role:
+            if name not in ("weight", "lora_A", "lora_B") and other != bias_role:
                 raise UserError(
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; '
                     f'beside a weight of the role "{role}" it must be "{bias_role}"'

@@ -19,6 +19,8 @@ from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
 if TYPE_CHECKING:
     import torch
 
+    from titanlite.registry.lora import Adapters
+
 Role = Literal["embedding", "column", "row", "norm", "head", "replicated", "expert"]
 """The kind of a parameter; an expert weight is a stack of matrices (experts, rows, columns)."""
 
@@ -31,6 +33,8 @@ class Init:
     constant: float = 0.0
     by_depth: bool = False
     """Divide std by sqrt(2 x (layer + 1)), the layer being the number in the parameter's name."""
+    by_inputs: bool = False
+    """Divide std by the square root of the last dimension."""
     edit: Callable[[torch.Tensor, tuple[int, ...], int], None] | None = None
     """Changes the values of a rank's shard further, given where it begins and the seed."""
 
@@ -180,6 +184,8 @@ class ModelSpec:
     """Of these the number that a token meets, for a model with experts."""
     idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
     """Fields without effect in a flavor, and the reason; a run that sets one logs it."""
+    adapters: Adapters | None = None
+    """Of [lora]; a job sets it."""
     unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
     """Fields that may differ from those that loaded weights were trained with, since these mean the
     same with any.

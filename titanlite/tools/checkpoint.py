@@ -255,7 +255,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {
             "FOLDER": _FOLDER,
             "OUT": ("a folder that does not exist", Path),
-            "--format hf|safetensors": ("default: hf", str, "hf"),
+            "--format hf|safetensors|peft": ("default: hf, with adapters added", str, "hf"),
             "--dtype float32|bfloat16|float16": "default: the config's checkpoint.export_dtype",
             "--tokenizer FOLDER": ("default: the run's own", str, ""),
             "--verify full|sizes": ("what to check first (default: full)", str, "full"),

@@ -7,7 +7,8 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError, print_notice, some_of
+from titanlite.registry.lora import Adapters
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import find_checkpoint, whole_manifest
@@ -25,7 +27,7 @@ from titanlite.tools.load import find_checkpoint, whole_manifest
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.checkpoint.hf.names import HFTensor
+    from titanlite.checkpoint.hf.names import Translation
     from titanlite.data.tokenizer import Tokenizer
 
 
@@ -42,7 +44,9 @@ def export(arguments: Namespace) -> int:
 
     from titanlite.checkpoint.commit import clear_leftovers
     from titanlite.checkpoint.hf.export import export as write_export
-    from titanlite.checkpoint.hf.export import plain_tensors
+    from titanlite.checkpoint.hf.export import merged, plain_tensors
+    from titanlite.checkpoint.hf.names import documents as hf_documents
+    from titanlite.checkpoint.hf.peft import export_adapters
     from titanlite.checkpoint.load import load_tensors
 
     def fetch(name: str, owner: int) -> torch.Tensor:
@@ -50,14 +54,22 @@ def export(arguments: Namespace) -> int:
 
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
-    if arguments.format == "hf":
-        tensors, documents = _hf_folder(folder, manifest, config, arguments, dtype)
-    else:
-        tensors, documents = plain_tensors(manifest, dtype), {CONFIG: store.read(folder / CONFIG)}
     with writing(target):
         _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
-        write_export(target, tensors, documents, fetch)
+        if arguments.format == "safetensors":
+            documents = {CONFIG: store.read(folder / CONFIG)}
+            write_export(target, plain_tensors(manifest, dtype), documents, fetch)
+        else:
+            translation, vocab_size = _translation(folder, manifest, config, arguments)
+            if arguments.format == "peft":
+                base = config.checkpoint.initial_load_path
+                export_adapters(target, translation, partial(fetch, owner=0), base)
+            else:
+                tokenizer = _tokenizer(arguments.tokenizer, config, vocab_size)
+                documents = hf_documents(translation.config, dtype, tokenizer)
+                tensors = translation.hf_tensors(dtype)
+                write_export(target, tensors, documents, merged(fetch, translation))
     print(f"exported step {manifest.step}: {target}")
     return 0
 
@@ -67,11 +79,11 @@ def _refuse_existing(target: Path) -> None:
         raise UserError(f"{target} exists, and an export overwrites nothing")
 
 
-def _hf_folder(
-    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace, dtype: torch.dtype
-) -> tuple[list[HFTensor], dict[str, bytes]]:
-    """Return the tensors and documents of the model's Hugging Face folder."""
-    from titanlite.checkpoint.hf.names import Translation, documents
+def _translation(
+    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace
+) -> tuple[Translation, int]:
+    """Return the translation of a checkpoint's weights, and the size of its vocabulary."""
+    from titanlite.checkpoint.hf.names import Translation
     from titanlite.checkpoint.load import load_tensors
     from titanlite.registry import get_model
 
@@ -81,6 +93,7 @@ def _hf_folder(
             f"which is imported only if you name it: --model.package {config.model.package}"
         )
     spec = get_model(config.model.name, arguments.package)
+    spec = replace(spec, adapters=Adapters.of(config.lora))
     # A flavor may have been edited since.
     overrides = {
         **config.model.overrides,
@@ -107,8 +120,7 @@ def _hf_folder(
         raise CorruptCheckpoint(
             f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
         )
-    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
-    return translation.hf_tensors(dtype), documents(translation.config, dtype, tokenizer)
+    return translation, spec.shape(flavor).vocab_size
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:

@@ -26,6 +26,7 @@ from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.parallel.lora import merge
 from titanlite.runtime import store
 from titanlite.runtime.distributed import rank_in
 
@@ -68,6 +69,23 @@ def export(
         run_on_rank_0(group, what, publish)
 
 
+def merged(fetch: Fetch, translation: Translation) -> Fetch:
+    """Return a function that adds its adapter to each parameter that has one."""
+    adapters = translation.adapters
+    if adapters is None:
+        return fetch
+
+    def fetch_merged(name: str, owner: int) -> torch.Tensor:
+        weight = fetch(name, owner)
+        a, b = (f"{name.removesuffix('.weight')}.lora_{letter}" for letter in "AB")
+        if a not in translation.shapes:
+            return weight
+        narrow = fetch(a, owner), fetch(b, owner)
+        return merge(weight, *narrow, adapters.scale) if weight.numel() else weight
+
+    return fetch_merged
+
+
 def _write_files(
     staging: Path,
     files: dict[str, list[HFTensor]],
@@ -107,6 +125,7 @@ def export_live(
 ) -> None:
     """Write a Hugging Face folder from a run's own tensors, on any mesh."""
     live, stages = state.weights(), state.stages
+    carried = torch.float64 if translation.adapters else dtype  # a sum is rounded once
     device = next(iter(live.values())).device
     # By name, a rank that differs only in pp.
     holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))
@@ -116,19 +135,21 @@ def export_live(
     def fetch(name: str, owner: int) -> torch.Tensor:
         holder = holders[f"model.{name}"]
         if holder == dist.get_rank():
-            tensor = live[f"model.{name}"].detach().to(dtype)
+            tensor = live[f"model.{name}"].detach().to(carried)
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if owner in line and owner != holder:
                 dist.send(full, owner, stages)
             return full
         is_owner = owner == dist.get_rank()
-        full = torch.empty(translation.shapes[name] if is_owner else 0, dtype=dtype, device=device)
+        shape = translation.shapes[name] if is_owner else 0
+        full = torch.empty(shape, dtype=carried, device=device)
         if is_owner:
             dist.recv(full, holder, stages)
         return full
 
     files = documents(translation.config, dtype, tokenizer)
-    export(target, translation.hf_tensors(dtype), files, fetch, group, file_bytes)
+    tensors = translation.hf_tensors(dtype)
+    export(target, tensors, files, merged(fetch, translation), group, file_bytes)
 
 
 def plain_tensors(manifest: Manifest, dtype: torch.dtype) -> list[HFTensor]:

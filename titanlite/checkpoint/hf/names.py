@@ -17,6 +17,7 @@ from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform
+from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
 
 
@@ -70,7 +71,10 @@ class Translation:
             )
         self.hf, self.config = spec.hf, spec.hf.config(flavor)
         self.conversions = spec.hf.conversions(flavor) if spec.hf.conversions else {}
-        model, self.table = build_meta_model(spec, flavor)
+        self.adapters = spec.adapters
+        """Added to the weights that are written."""
+        model, table = build_meta_model(spec, flavor)
+        self.table = {name: rule for name, rule in table.items() if not is_adapter(name)}
         if faults := [name for name, rule in self.table.items() if not rule.hf]:
             raise UserError(f"{spec.name}: the table has no Hugging Face name of{some_of(faults)}")
         self.buffers = persistent_buffers(model)

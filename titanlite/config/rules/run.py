@@ -1,6 +1,6 @@
 """Rules of the model, the optimizer, checkpoints and metrics."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -10,6 +10,7 @@ from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer
+from titanlite.registry.lora import Adapters
 from titanlite.registry.register import import_package
 
 _FOLDERS = (
@@ -37,7 +38,7 @@ def find_spec(refuse: Refuse, config: ConfigView) -> ModelSpec | None:
     try:
         import_package(config.model.package)
         key = "model.name"
-        return get_model(config.model.name)
+        return replace(get_model(config.model.name), adapters=Adapters.of(config.lora))
     except UserError as error:
         refuse(key, f"{error}")
     return None
@@ -67,6 +68,27 @@ def _the_model_allows_the_keys(loaded: Loaded, spec: ModelSpec, model: Any) -> R
     for key, why in spec.limits(model).items():
         if value_of(loaded.config, key) != KEYS[key].default:
             yield key, f"{spec.name}: {why}"
+
+
+def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
+    if not spec.adapters:
+        return
+    rules = spec.rules(model)
+    legal = replace(spec.adapters, patterns=("*",)).bases(rules)
+    if not legal:
+        yield "lora.rank", f"{spec.name} has no column or row matrices, which have adapters"
+        return
+    for pattern in spec.adapters.patterns:
+        if not replace(spec.adapters, patterns=(pattern,)).bases(rules):
+            yield "lora.patterns", f'"{pattern}" matches no matrix; there is {", ".join(legal)}'
+    if config.model.freeze:
+        yield "model.freeze", "lora.rank freezes all but its adapters; remove one of them"
+    if config.quantize.linear.float8.enable:
+        why = "float8 converts no layer with an adapter (lora.rank)"
+        yield "quantize.linear.float8.enable", why
+    if config.lora.dropout and config.parallelism.tensor_parallel_degree > 1:
+        why = "the ranks of tensor parallel would drop other inputs each; legal: 0"
+        yield "lora.dropout", why
 
 
 def _converters_exist(

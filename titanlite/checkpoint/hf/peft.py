@@ -1,0 +1,60 @@
+"""Write adapters into a folder that the package peft reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.commit import staging_folder
+from titanlite.checkpoint.hf.files import write
+from titanlite.checkpoint.hf.names import Translation
+from titanlite.errors import UserError, some_of
+from titanlite.registry import Transposed
+from titanlite.registry.lora import is_adapter
+from titanlite.runtime import store
+
+
+def export_adapters(
+    target: Path, translation: Translation, fetch: Callable[[str], torch.Tensor], base: str
+) -> None:
+    """Write the adapters of a model, whose own weights are those of the folder or name `base`."""
+    adapters = translation.adapters
+    if adapters is None:
+        raise UserError("--format peft: the run has no adapters (lora.rank = 0)")
+    tensors = dict[str, torch.Tensor]()
+    modules = dict[str, None]()
+    refused = []
+    for name in filter(is_adapter, translation.shapes):
+        matrix = f"{name.rpartition('.')[0]}.weight"
+        rule = translation.table[matrix]
+        if rule.part or any(isinstance(transform, Transposed) for transform in rule.via):
+            refused.append(matrix)
+            continue
+        module = rule.hf_name(matrix).removesuffix(".weight")
+        value = fetch(name).float()
+        if name.endswith("lora_B"):  # what permutes the matrix's rows permutes B's
+            for transform in rule.via:
+                value = transform.to_hf(value)
+        letter = name[-1]
+        tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value.contiguous()
+        modules[module] = None
+    if refused:
+        joined = "which its Hugging Face form joins or transposes; use --format hf, merged"
+        raise UserError(f"--format peft: {joined}:{some_of(refused)}")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "target_modules": [*modules],  # peft drops adapters of others without a word
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with staging_folder(target, None, f"the export to {target}") as staging:
+        write(staging / "adapter_model.safetensors", tensors)
+        store.write(staging / "adapter_config.json", json.dumps(config, indent=2).encode())
+        store.publish(staging, target)

@@ -1,0 +1,61 @@
+"""LoRA as rows of a model's table: the product of two narrow matrices is trained beside a matrix,
+and all else is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from titanlite.registry.model import Init, Role, Rule, zeros
+
+UNIT_KAIMING = Init(std=3**-0.5, by_inputs=True)
+"""The variance of kaiming_uniform(a=sqrt(5)), from a normal distribution."""
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The settings of [lora]."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    patterns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, lora: Any) -> Adapters | None:
+        """Return those of a config's section [lora]; None if its rank is 0."""
+        if not lora.rank:
+            return None
+        return cls(lora.rank, lora.alpha, lora.dropout, tuple(lora.patterns))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def bases(self, rules: Sequence[Rule]) -> dict[str, Rule]:
+        """Return the rows of the matrices that have an adapter, by the pattern of the module."""
+        found = {}
+        for rule in rules:
+            path = rule.pattern.removesuffix(".weight")
+            is_matrix = path != rule.pattern and rule.tensor in ("column", "row")
+            if is_matrix and any(fnmatchcase(path, pattern) for pattern in self.patterns):
+                found[path] = rule
+        return found
+
+    def rows(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+        """Return the rows of A and B: A is split as the matrix's inputs are, B as its outputs."""
+        rows = []
+        for path, rule in self.bases(rules).items():
+            roles: tuple[Role, Role] = ("replicated", "column")
+            if rule.tensor == "row":
+                roles = ("row", "replicated")
+            rows.append(Rule(f"{path}.lora_A", UNIT_KAIMING, roles[0]))
+            rows.append(Rule(f"{path}.lora_B", zeros, roles[1]))
+        return tuple(rows)
