@@ -109,8 +109,7 @@ def logits(folder: Path, tokens: torch.Tensor, adapters: Path | None = None) -> 
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapters:
-        import peft
-
+        peft: Any = pytest.importorskip("peft")
         model = peft.PeftModel.from_pretrained(model, adapters)
     with torch.no_grad():
         return model.eval()(tokens).logits
@@ -137,6 +136,5 @@ def test_a_trained_base_takes_adapters_and_is_exported_merged_and_for_peft(pool,
     assert config["r"] == 3 and "model.layers.0.self_attn.q_proj" in config["target_modules"]
     assert cli.main([*export, str(base / "checkpoint"), str(out / "no"), "--format=peft"]) == 2
     assert "the run has no adapters" in capsys.readouterr().err
-    pytest.importorskip("peft")
     beside = logits(out / "base", tokens, out / "adapters")
     assert (merged - beside).abs().max() < 1e-6
