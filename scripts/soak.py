@@ -299,7 +299,10 @@ def is_named(fault: Fault, out: str) -> bool:
     """Whether the output names the rank, and of a hang the phase."""
     if fault.kind in ("raise", "kill"):
         return f"rank {fault.rank} on" in out and "failed first" in out
-    return bool(re.search(rf"rank {fault.rank}\b.*{fault.phase}", out))
+    where = fault.phase
+    if where == "start":
+        where = "start|before its first heartbeat"
+    return bool(re.search(rf"rank {fault.rank}\b.*({where})", out))
 
 
 def main() -> int:
