@@ -103,6 +103,7 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
         "--checkpoint.initial_load_path=a --checkpoint.initial_load_in_hf",
         1,
     ),
+    ("lora.rank", "lora.alpha", "1.0", "", 1),
     ("validation.enable", "validation.freq", "7", "", 1),
     ("generate.at_end", "generate.temperature", "0.0", "", 1),
     ("metrics.enable_tensorboard", "metrics.save_tb_folder", "events", "", 1),
@@ -154,7 +155,7 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
 NEVER_MOOT = """
 job.dump_folder job.description job.print_config job.device job.plan
 model.name model.flavor model.hf_assets_path model.converters model.package model.freeze
-model.overrides
+model.overrides lora.rank
 training.local_batch_size training.global_batch_size training.seq_len training.max_norm
 training.steps training.dtype training.mixed_precision_param training.enable_cpu_offload
 training.gc_freq training.text_key training.packing training.document_mask training.loss_chunks
