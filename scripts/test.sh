@@ -12,5 +12,5 @@ fi
 "$python" -m ruff check --output-format concise .
 "$python" -m ruff format --check .
 "$python" -m pyrefly check --output-format min-text
-# Two files at a time: a test that starts processes waits for much of its time. One pool of ranks each.
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+# Three files at a time: a test that starts processes waits for much of its time. One pool of ranks each.
+exec "$python" -m pytest -n 3 --dist loadfile "$@"
