@@ -14,7 +14,7 @@ from titanlite.cli import main
 
 STEPS = 600
 SWEEP = [word for word in TINY if word != "--checkpoint.no_enable"]
-SWEEP += [f"--training.steps={STEPS}", "--sweep=optimizer.lr=1e-3,2e-3"]
+SWEEP += [f"--training.steps={STEPS}", "--sweep=optimizer.lr=1e-3,2e-3", "--metrics.log_freq=20"]
 
 
 @pytest.mark.parametrize(
