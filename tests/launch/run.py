@@ -117,8 +117,8 @@ def alive(pid: int) -> bool:
 
 
 def left_over(family: Iterable[int], until: float | None = None) -> list[int]:
-    """Return the processes that are still alive after 5 seconds."""
-    until = until or time.monotonic() + 5
+    """Return the processes that are still alive after 15 seconds, which a busy machine may need."""
+    until = until or time.monotonic() + 15
     while any(map(alive, family)) and time.monotonic() < until:
         time.sleep(0.1)
     return [pid for pid in family if alive(pid)]
