@@ -44,7 +44,8 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     assert out.index("restart 1 of 3") < out.index("resumed step 4 from")
     assert re.search(r"titanlite: step 5 is done, \d+ s after the failure\n", out)
     logs = tmp_path / "killed/logs"
-    assert {path.name for path in logs.iterdir()} == {"attempt-1", "rank-0.log", "rank-1.log"}
+    names = {"attempt-1", "rank-0.log", "rank-1.log", "ranks.json"}
+    assert {path.name for path in logs.iterdir()} == names
     assert "injured: kill" in (logs / "attempt-1/rank-1.log").read_text()
 
 
