@@ -12,5 +12,10 @@ fi
 "$python" -m ruff check --output-format concise .
 "$python" -m ruff format --check .
 "$python" -m pyrefly check --output-format min-text
-# Three files at a time: a test that starts processes waits for much of its time. One pool of ranks each.
-exec "$python" -m pytest -n 3 --dist loadfile "$@"
+# Several files at a time, with one pool of ranks each: two keep two cores busy. The long tests wait more: for time
+# limits, other hosts, a scheduler.
+files=2
+if [ "${1:-}" = --long ]; then
+    files=3
+fi
+exec "$python" -m pytest -n $files --dist loadfile "$@"

@@ -87,7 +87,7 @@ def judge(rows: dict[str, tuple[str, str]], folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("gpus", "count"), [(1, 6), (4, 7)])
+@pytest.mark.parametrize(("gpus", "count"), [(1, 6), pytest.param(4, 7, marks=only_with_compile)])
 def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, gpus, count):
     """The rows that compile nothing, and of verify the shorter one."""
     rows = run_on(
