@@ -20,14 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # noqa: E402
 
 from benchmarks.ratios import ratio  # noqa: E402
-from benchmarks.usual import BATCH, SEQ, build  # noqa: E402
+from benchmarks.usual import BATCH, SEQ, SIZES, build  # noqa: E402
 from models.llama3 import FLAVORS  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
 from titanlite.checkpoint.manifest import File, Manifest  # noqa: E402
 from titanlite.checkpoint.places import header, rank_file, spread, written_by  # noqa: E402
 
 SHARDS, TP = 64, 8
-SIZES = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 2048}
 
 
 def bookkeeping(tensors: dict[str, Any]) -> None:
@@ -69,8 +68,9 @@ def main() -> None:
         thread.join()
         without.append(step())
     middle = sorted(without)[pairs // 2]
-    print(f"bookkeeping {1e3 * alone:.0f} ms by itself; a step of {1e3 * middle:.0f} ms takes ")
-    print(f"{ratio(beside, without)} of that while it runs")
+    share = ratio(beside, without)
+    print(f"bookkeeping: {1e3 * alone:.0f} ms by itself")
+    print(f"a step of {1e3 * middle:.0f} ms beside it takes {share} of one without")
 
 
 if __name__ == "__main__":
