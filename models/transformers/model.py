@@ -233,11 +233,10 @@ def layout_of(model: Any) -> dict[str, Any]:
 def rules(values: str) -> tuple[Rule, ...]:
     """Return a row for each parameter, with its values as the class begins them."""
     model: Any = on_meta(json.loads(values))
-    tied = {second: first for first, seconds in _ties(model).items() for second in seconds}
     initial, faults = recorded(model)
     if faults:
         raise UserError(f"{type(model).__name__}: initial values are not known:{some_of(faults)}")
-    seconds = {first: second for second, first in tied.items()}
+    seconds = _second_names(model)
     per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     head = model.get_output_embeddings()
     table = []
@@ -256,15 +255,11 @@ def rules(values: str) -> tuple[Rule, ...]:
     return tuple(table)
 
 
-def _ties(model: nn.Module) -> dict[str, list[str]]:
-    """Return the further names of every parameter that has several, by the first."""
-    first: dict[nn.Parameter, str] = {}
-    ties: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in first:
-            ties.setdefault(first[parameter], []).append(name)
-        first.setdefault(parameter, name)
-    return ties
+def _second_names(model: nn.Module) -> dict[str, str]:
+    """Return the second name of every parameter that has one, by its first."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {first[parameter]: name for name, parameter in named if name != first[parameter]}
 
 
 def on_meta(values: dict[str, Any]) -> Any:

@@ -82,7 +82,7 @@ def small_config(config: Any) -> dict[str, Any]:
 
 @lru_cache
 def probe(values: str) -> dict[str, str]:
-    """Return the answers by question: "yes", or what was seen instead."""
+    """Return the answers by question: "yes", or the difference seen."""
     content = f"1 {transformers.__version__} {torch.__version__} {values}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = base / f"titanlite/classes/{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.jobs import FLOAT64, TINY, full, job, trainer
+from tests.launch.run import records
 from titanlite import cli
 from titanlite.config.load import ConfigError
 from titanlite.registry.lora import is_adapter
@@ -36,8 +37,7 @@ def trained(argv: list[str], folder: str) -> tuple[list[float], dict[str, torch.
     """Train; return the losses, and the parameters of this rank's parts, whole."""
     run = trainer(argv, folder)
     run.train()
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines if "loss" in line]
+    losses = [record["loss"] for record in records(Path(folder))]
     parameters = {}
     for part in run.parts:
         for name, parameter in part.named_parameters():

@@ -136,7 +136,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
     check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
-    if not any(is_adapter(name) for name in saved):  # they begin beside weights without any
+    if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
     if differences := list(_differences(saved, wanted, loaded)):

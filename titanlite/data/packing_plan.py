@@ -50,7 +50,7 @@ class Plan:
         self._counts = counts
         self._window_stops = np.cumsum(counts[:, 0])
         self._begins = np.cumsum(sizes) - sizes
-        self.windows = int(counts[:, 0].sum())
+        self.windows = int(self._window_stops[-1])
 
     def pieces(self, window: int) -> Iterator[tuple[int, int]]:
         """Yield the start and the length of each piece of a window."""
@@ -60,7 +60,7 @@ class Plan:
         stops = self._numbers[begin : begin + windows]
         starts = self._numbers[begin + windows :][:pieces]
         lengths = self._numbers[begin + windows + pieces :][:pieces]
-        own = window - (int(self._window_stops[part]) - int(windows))
+        own = window - int(self._window_stops[part] - windows)
         for piece in range(int(stops[own - 1]) if own else 0, int(stops[own])):
             yield part * PART_TOKENS + int(starts[piece]), int(lengths[piece])
 
@@ -70,9 +70,10 @@ def _write_plan(source: Source, seq_len: int, file: BinaryIO) -> None:
     begins = range(0, source.tokens, PART_TOKENS)
     parts = [(begin, min(begin + PART_TOKENS, source.tokens)) for begin in begins]
     plan = partial(_plan, source, seq_len)
-    workers = min(cores(), len(parts))
     counts = list[int]()
-    with ProcessPoolExecutor(workers, get_context("forkserver"), exit_with_parent) as pool:
+    with ProcessPoolExecutor(
+        min(cores(), len(parts)), get_context("forkserver"), exit_with_parent
+    ) as pool:
         plans = map(plan, parts) if len(parts) == 1 else pool.map(plan, parts)
         for stops, starts, lengths in plans:
             for numbers in (stops, starts, lengths):

@@ -282,11 +282,10 @@ def cached_file(
 ) -> T:
     """Return a file of a cache, read; write it first if it is missing or damaged."""
     with _locked_cache(root, name) as path:
-        try:
+        with suppress(OSError, ValueError, IndexError):
             return read(path)
-        except (OSError, ValueError, IndexError):
-            with store.whole_file(path) as file:
-                write(file)
+        with store.whole_file(path) as file:
+            write(file)
         return read(path)
 
 

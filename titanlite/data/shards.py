@@ -54,6 +54,8 @@ class Shard:
     start: int
     """Bytes before the first id."""
     tokens: int
+    index: Path | None = None
+    """Megatron's, which has the ends of documents."""
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ def open_shard(path: Path, vocab_size: int) -> Shard:
         size = path.stat().st_size
         if index := index_of(path):
             dtype, _ = read_index(index, size)
-            return Shard(path, dtype, 0, size // dtype.itemsize)
+            return Shard(path, dtype, 0, size // dtype.itemsize, index)
         if path.suffix == ".npy":
             return _open_npy(path, vocab_size)
         first = np.fromfile(path, dtype=np.int32, count=3)
@@ -154,7 +156,7 @@ class ShardSource:
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
         # Documents end where it says, with or without an end token.
-        self.has_index = any(index_of(shard.path) for shard in self._shards)
+        self.has_index = any(shard.index for shard in self._shards)
         # Of the text that was prepared.
         self.state: str = self.manifest["state"] if self.manifest else ""
 
@@ -217,8 +219,7 @@ class ShardSource:
         if not self.has_index:
             return tokens == self.end
         stop = start + len(tokens)
-        ends = self.document_ends(start, stop + 1)
-        return np.isin(np.arange(start + 1, stop + 1), ends)
+        return np.isin(np.arange(start + 1, stop + 1), self.document_ends(start, stop + 1))
 
     def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
         """Return the position after each document's end token in a region, and its end."""
@@ -227,10 +228,10 @@ class ShardSource:
         for number, offset, length in spans(self._stops, begin, stop - begin):
             shard = self._shards[number]
             first = self._stops[number] - shard.tokens
-            index = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
-            foreign = index_of(shard.path)
-            if foreign or index.exists():
-                found = read_index(foreign, shard.size)[1] if foreign else _load_numbers(index)
+            index = shard.index
+            own = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
+            if index or own.exists():
+                found = read_index(index, shard.size)[1] if index else _load_numbers(own)
                 low, high = np.searchsorted(found, (offset, offset + length), side="right")
                 ends.append(found[low:high].astype(np.int64) + first)
                 continue

@@ -101,11 +101,9 @@ def _open(
     if is_streamed(dataset):
         name, shards = open_stream(key, dataset, parts[0].dataset_path)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
-        stall_timeout = training.dataloader.stall_timeout_seconds
-        settings = stall_timeout, training.text_key
+        settings = training.dataloader.stall_timeout_seconds, training.text_key
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
-    vocab_size = job.shape.vocab_size
-    more = tokenizer, vocab_size, training.text_key
+    more = tokenizer, job.shape.vocab_size, training.text_key
     sources = [open_source(key, part.dataset, part.dataset_path, *more) for part in parts]
     windows: list[WindowSource] = []
     identity: list[str] = []

@@ -27,8 +27,7 @@ class AdaptedLinear(nn.Linear):
         narrow = F.linear(self.lora_dropout(input), self.lora_A)
         if isinstance(narrow, DTensor) and narrow.placements[0].is_partial():
             return output + self.scale * _partial_change(narrow, self.lora_B)
-        change = F.linear(narrow, self.lora_B)
-        return output + self.scale * change
+        return output + self.scale * F.linear(narrow, self.lora_B)
 
 
 def _partial_change(narrow: DTensor, lora_B: torch.Tensor) -> DTensor:
@@ -46,8 +45,8 @@ def adapt(model: nn.Module, adapters: Adapters, rules: Sequence[Rule]) -> None:
         if not any(rule.match(f"{name}.weight") for rule in bases):
             continue
         if type(module) is not nn.Linear:
-            kind = type(module).__name__
-            raise UserError(f"lora.patterns: {name} is a {kind}; adapters go beside an nn.Linear")
+            where = f"lora.patterns: {name} is a {type(module).__name__}"
+            raise UserError(f"{where}; adapters go beside an nn.Linear")
         module.__class__ = AdaptedLinear
         adapted: Any = module
         adapted.lora_A = nn.Parameter(torch.empty(adapters.rank, module.in_features))
@@ -71,9 +70,7 @@ def split_adapter(
     """Put a layer's adapter back: of a column layer B is split, of a row layer A."""
     if not taken:
         return
-    split = {"lora_B": Shard(0)}
-    if role == "row":
-        split = {"lora_A": Shard(1)}
+    split = {"lora_A": Shard(1)} if role == "row" else {"lora_B": Shard(0)}
     module.lora_dropout = nn.Dropout(0.0)  # the config's rules refuse another one here
     for name, parameter in taken.items():
         placement = split.get(name, Replicate())

@@ -28,6 +28,7 @@ from titanlite.parallel import float8, lora
 from titanlite.parallel.build import Context, shared_names, tie
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Role, Rule
+from titanlite.registry.lora import is_adapter
 from titanlite.runtime.torch_private import enable_async_tensor_parallel
 
 SEQUENCE = Shard(1)
@@ -158,7 +159,7 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         role = own.get("weight", next(iter(own.values())))
         bias_role = "replicated" if role == "row" else role
         for name, other in own.items():
-            if name not in ("weight", "lora_A", "lora_B") and other != bias_role:
+            if name != "weight" and not is_adapter(name) and other != bias_role:
                 raise UserError(
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; '
                     f'beside a weight of the role "{role}" it must be "{bias_role}"'

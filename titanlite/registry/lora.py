@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.registry.model import Init, Role, Rule, zeros
-
-UNIT_KAIMING = Init(std=3**-0.5, by_inputs=True)
-"""The variance of kaiming_uniform(a=sqrt(5)), from a normal distribution."""
+from titanlite.registry.model import Init, Rule, zeros
 
 
 def is_adapter(name: str) -> bool:
-    return name.endswith((".lora_A", ".lora_B"))
+    return name.endswith(("lora_A", "lora_B"))
+
+
+def adapter_of(matrix: str) -> tuple[str, str]:
+    """Return the names of A and B beside a matrix, or their patterns beside its pattern."""
+    path = matrix.removesuffix(".weight")
+    return f"{path}.lora_A", f"{path}.lora_B"
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,13 @@ class Adapters:
     def rows(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
         """Return the rows of A and B: A is split as the matrix's inputs are, B as its outputs."""
         rows = []
-        for path, rule in self.bases(rules).items():
-            roles: tuple[Role, Role] = ("replicated", "column")
-            if rule.tensor == "row":
-                roles = ("row", "replicated")
-            rows.append(Rule(f"{path}.lora_A", UNIT_KAIMING, roles[0]))
-            rows.append(Rule(f"{path}.lora_B", zeros, roles[1]))
+        for rule in self.bases(rules).values():
+            a, b = adapter_of(rule.pattern)
+            is_row = rule.tensor == "row"
+            # The variance of kaiming_uniform(a=sqrt(5)), from a normal distribution.
+            init = Init(std=3**-0.5, by_inputs=True)
+            rows += [
+                Rule(a, init, "row" if is_row else "replicated"),
+                Rule(b, zeros, "replicated" if is_row else "column"),
+            ]
         return tuple(rows)

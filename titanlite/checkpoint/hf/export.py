@@ -27,6 +27,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.lora import merge
+from titanlite.registry.lora import adapter_of
 from titanlite.runtime import store
 from titanlite.runtime.distributed import rank_in
 
@@ -71,14 +72,12 @@ def export(
 
 def merged(fetch: Fetch, translation: Translation) -> Fetch:
     """Return a function that adds its adapter to each parameter that has one."""
-    adapters = translation.adapters
-    if adapters is None:
-        return fetch
 
     def fetch_merged(name: str, owner: int) -> torch.Tensor:
         weight = fetch(name, owner)
-        a, b = (f"{name.removesuffix('.weight')}.lora_{letter}" for letter in "AB")
-        if a not in translation.shapes:
+        a, b = adapter_of(name)
+        adapters = translation.adapters
+        if adapters is None or a not in translation.shapes:
             return weight
         narrow = fetch(a, owner), fetch(b, owner)
         return merge(weight, *narrow, adapters.scale) if weight.numel() else weight

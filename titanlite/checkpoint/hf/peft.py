@@ -11,7 +11,7 @@ from titanlite.checkpoint.hf.files import write
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.errors import UserError, some_of
 from titanlite.registry import Transposed
-from titanlite.registry.lora import is_adapter
+from titanlite.registry.lora import adapter_of
 from titanlite.runtime import store
 
 
@@ -23,22 +23,22 @@ def export_adapters(
     if adapters is None:
         raise UserError("--format peft: the run has no adapters (lora.rank = 0)")
     tensors = dict[str, torch.Tensor]()
-    modules = dict[str, None]()
+    modules = list[str]()
     refused = []
-    for name in filter(is_adapter, translation.shapes):
-        matrix = f"{name.rpartition('.')[0]}.weight"
-        rule = translation.table[matrix]
+    for matrix, rule in translation.table.items():
+        a, b = adapter_of(matrix)
+        if a not in translation.shapes:
+            continue
         if rule.part or any(isinstance(transform, Transposed) for transform in rule.via):
             refused.append(matrix)
             continue
         module = rule.hf_name(matrix).removesuffix(".weight")
-        value = fetch(name).float()
-        if name.endswith("lora_B"):  # what permutes the matrix's rows permutes B's
-            for transform in rule.via:
-                value = transform.to_hf(value)
-        letter = name[-1]
-        tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value.contiguous()
-        modules[module] = None
+        rows = fetch(b).float()
+        for transform in rule.via:  # what permutes the matrix's rows permutes B's
+            rows = transform.to_hf(rows)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = fetch(a).float().contiguous()
+        tensors[f"base_model.model.{module}.lora_B.weight"] = rows.contiguous()
+        modules.append(module)
     if refused:
         joined = "which its Hugging Face form joins or transposes; use --format hf, merged"
         raise UserError(f"--format peft: {joined}:{some_of(refused)}")
@@ -49,7 +49,7 @@ def export_adapters(
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
-        "target_modules": [*modules],  # peft drops adapters of others without a word
+        "target_modules": modules,  # peft drops adapters of others without a word
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

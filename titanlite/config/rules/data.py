@@ -66,7 +66,7 @@ def _data_sets_have_paths(config: ConfigView) -> Refusals:
 
 
 def _path_fault(name: str, path: str) -> str:
-    """Return what is wrong with the dataset_path of a data set, or an empty string."""
+    """Return the fault of a data set's dataset_path, or an empty string."""
     if name in ("text", "tokens") and not path:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:

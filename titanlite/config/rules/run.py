@@ -1,6 +1,7 @@
 """Rules of the model, the optimizer, checkpoints and metrics."""
 
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -73,13 +74,12 @@ def _the_model_allows_the_keys(loaded: Loaded, spec: ModelSpec, model: Any) -> R
 def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
     if not spec.adapters:
         return
-    rules = spec.rules(model)
-    legal = replace(spec.adapters, patterns=("*",)).bases(rules)
+    legal = replace(spec.adapters, patterns=("*",)).bases(spec.rules(model))
     if not legal:
         yield "lora.rank", f"{spec.name} has no column or row matrices, which have adapters"
         return
     for pattern in spec.adapters.patterns:
-        if not replace(spec.adapters, patterns=(pattern,)).bases(rules):
+        if not any(fnmatchcase(path, pattern) for path in legal):
             yield "lora.patterns", f'"{pattern}" matches no matrix; there is {", ".join(legal)}'
     if config.model.freeze:
         yield "model.freeze", "lora.rank freezes all but its adapters; remove one of them"
