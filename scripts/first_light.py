@@ -27,11 +27,12 @@ QUIET = (
     "--validation.no_enable --generate.no_at_end --checkpoint.no_enable --fault.no_preflight "
     "--metrics.no_enable_tensorboard --training.mixed_precision_param=bfloat16"
 ).split()
-GIB = {"GiB": 1.0, "MiB": 1 / 1024, "TiB": 1024.0}
 UNPLANNED_GIB = 0.15
 """Most that a step may take beside what was planned: cuBLAS's workspaces, and rounding."""
 FAILED = 1
 """titanlite's exit code of a run that failed."""
+DOES_NOT_FIT = 2
+"""titanlite's exit code of a plan that does not fit into the GPU it is for."""
 MOST_CHARACTERS = 300
 """Of an error in the table; the whole output is in a file."""
 END_SECONDS = 10
@@ -106,15 +107,22 @@ def last_step(folder: Path) -> dict[str, float]:
 
 def memory(out: str, folder: Path) -> str:
     """Return the memory of a step, planned and measured."""
-    planned = re.search(r"planned peak ([\d.]+) (\w+) a rank", out)
-    if not planned:
-        raise ValueError("no planned peak in the output")
-    expected = float(planned.group(1)) * GIB[planned.group(2)]
+    config = ["--config", str(folder / "config.toml")]
+    command = [*TITANLITE, "plan", *config, "--gpu=h100-80g", f"--world={ranks(folder)}", "--json"]
+    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if plan.returncode not in (0, DOES_NOT_FIT):
+        raise ValueError(f"titanlite plan: {reason(plan.stderr)}")
+    expected = json.loads(plan.stdout)["memory"]["peak"] / 2**30
     measured = last_step(folder)["memory_gib"]
     text = f"planned {expected:.2f} GiB, measured {measured:.2f} GiB"
     if abs(measured - expected) > UNPLANNED_GIB + 0.01 * expected:
         raise ValueError(text)
     return text
+
+
+def ranks(folder: Path) -> int:
+    """Return the number of ranks of a run."""
+    return len([*(folder / "logs").glob("rank-*.log")])
 
 
 def speed(out: str, folder: Path) -> str:
@@ -206,7 +214,8 @@ def techniques(gpus: int) -> dict[str, list[str]]:
         "--training.seq_len=1024"
     )
     found = {
-        "compiled": by_operation,
+        "compiled": "--activation_checkpoint.mode=none",
+        "compiled, recompute by operation": by_operation,
         "float8": f"{by_operation} --quantize.linear.float8.enable",
         "documents": f"{by_operation} --training.document_mask",
         "experts": experts,

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from zlib import crc32
 
 from titanlite.runtime.rank_files import PAGE, STACK, own_file
 
@@ -118,12 +119,11 @@ class OwnPage(Page):
             self._writes += 1
             values = [getattr(self, name) for name in _FIELDS]
             ending = vars(self.ending) if self.ending else None
-            text = json.dumps(
-                [self._writes, values, ending, self._writes], ensure_ascii=False
-            ).encode()
-            assert len(text) <= HALF_BYTES, text
+            text = json.dumps([self._writes, values, ending], ensure_ascii=False).encode()
+            half = b"%08x" % crc32(text) + text
+            assert len(half) <= HALF_BYTES, text
             start = HALF_BYTES * (self._writes % 2)
-            self._file[start : start + HALF_BYTES] = text.ljust(HALF_BYTES)
+            self._file[start : start + HALF_BYTES] = half.ljust(HALF_BYTES)
 
 
 OWN_PAGE = OwnPage()
@@ -145,19 +145,15 @@ def read_page(file: Path) -> Page | None:
         content = file.read_bytes()
     except OSError:
         return None
-    newest, page = 0, None
+    whole = []
     for start in (0, HALF_BYTES):
-        try:
-            first, values, ending, last = json.loads(content[start : start + HALF_BYTES])
-        except ValueError:  # none yet, or in the middle of a write
-            continue
-        if first == last and first > newest:
-            newest = first
-            page = Page(
-                **dict(zip(_FIELDS, values, strict=True)),
-                ending=EarlyExit(**ending) if ending else None,
-            )
-    return page
+        half = content[start : start + HALF_BYTES].rstrip()
+        if half and b"%08x" % crc32(half[8:]) == half[:8]:  # else in the middle of a write
+            whole.append(json.loads(half[8:]))
+    if not whole:
+        return None
+    _, values, ending = max(whole)
+    return Page(**dict(zip(_FIELDS, values, strict=True)), ending=ending and EarlyExit(**ending))
 
 
 def read_pages(private: Path) -> dict[int, Page]:
