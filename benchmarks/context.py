@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from benchmarks.ratios import keep  # noqa: E402
 from titanlite.models.common.attention import CausalAttention, causal_rows  # noqa: E402
 from titanlite.parallel.context_parallel import rank_chunks  # noqa: E402
-from titanlite.runtime.torch_private import attend_last  # noqa: E402
+from titanlite.parallel.last_attention import last_attention  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 ON_GPU = torch.cuda.is_available()
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokens, core = arguments.tokens, CausalAttention()
-    core.attend_last = attend_last if ON_GPU else None
+    core.attend_last = last_attention(torch.device("cuda")) if ON_GPU else None
     q, k, v = (_random(heads, tokens) for heads in (HEADS, KV_HEADS, KV_HEADS))
     whole = [range(tokens)]
     plays = {("whole", 1, 0): whole}

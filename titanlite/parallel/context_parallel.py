@@ -20,7 +20,7 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context
 from titanlite.parallel.collectives import AllToAll
-from titanlite.runtime.torch_private import attend_last
+from titanlite.parallel.last_attention import last_attention
 
 HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
 
@@ -96,7 +96,8 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
             raise UserError(
                 f"context parallel: {path} is not in the model; its ModelSpec names it as core"
             )
-        core.attend_last = attend_last if context.device.type == "cuda" else None
+        if context.device.type == "cuda":
+            core.attend_last = last_attention(context.device)
         # Not core.forward, which differs by block: the compiler would make a graph for each, and
         # stop at eight.
         core.forward = partial(attend, partial(type(core).forward, core))

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,13 +32,55 @@ ATTENTION_OPERATIONS = (
 REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
-def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Attend causally from the last tokens, on a GPU and in 16 bits, without a mask."""
-    # torch 2.14, read only (no GPU): called by torch.nn.attention.bias.causal_lower_right, but its
-    # subclass of Tensor breaks compiled blocks and recomputation by operation. It takes fewer heads
-    # of keys and values as they are.
+def flash_from_last(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    """Attend causally from the last tokens by FlashAttention-2, in 16 bits, without a mask."""
+    # torch 2.11, on an H100: called by torch.nn.attention.bias.causal_lower_right, but its subclass
+    # of Tensor breaks compiled blocks and recomputation by operation. It takes fewer heads of keys
+    # and values as they are.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q, k, v, dropout, is_causal=True)[0]
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether torch attends by cuDNN here, as it does on Hopper, in 16 bits."""
+    # torch 2.11 and 2.14. The public can_use_cudnn_attention says only whether it can.
+    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return torch._fused_sdp_choice(q, q, q, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
+
+
+Attended = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
+"""Values, logsumexp of the scores (batch, heads, tokens, 1), and what else a kernel keeps."""
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Attended:
+    """Attend by cuDNN's kernel, or a CPU's."""
+    # torch 2.11, called by the public function on an H100, and 2.14. That does not return the
+    # logsumexp.
+    if q.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, is_causal=causal
+        )
+        return found[0], found[1], found[6:8]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse.unsqueeze(-1), ()
+
+
+def attention_gradients(
+    grad: torch.Tensor, inputs: Sequence[torch.Tensor], attended: Attended, causal: bool
+) -> Sequence[torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
+    out, lse, seeds = attended
+    if grad.is_cuda:
+        q, k, v = inputs
+        lengths = None, None, None, q.size(2), k.size(2)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, *seeds, *lengths, 0.0, causal
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, *inputs, out, lse.squeeze(-1), 0.0, causal
+    )
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

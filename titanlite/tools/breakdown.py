@@ -24,10 +24,17 @@ KINDS = (MATMUL, ATTENTION, OTHER, SHARDING, NORM, OPTIMIZER, COMMUNICATION, DAT
 
 _PHASES = {"data": DATA, "gradient norm": NORM, "optimizer": OPTIMIZER}
 """Names of record_function in the trainer."""
+_ON_DEVICE = {
+    "data": DATA,
+    "gradient norm": NORM,
+    r"optimizer|Optimizer\..*": OPTIMIZER,
+    "FSDP::.*": SHARDING,
+}
+"""The same for kernels: the profiler gives each to the innermost name around its launch alone."""
 _OPERATIONS = (
     (re.compile(r"c10d::|_c10d_functional::|gloo:|nccl"), COMMUNICATION),
     (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
-    (re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE), ATTENTION),
+    (re.compile(r"flash|fmha|sdpa|cudnn::fusion|attention", re.IGNORECASE), ATTENTION),
     (
         re.compile(
             r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|nvjet|cutlass|xmma|_mm_"
@@ -122,10 +129,10 @@ def _divide_device(
     phases = {
         kind: [
             _span(event)
-            for event in _named(events, re.escape(name))
+            for event in _named(events, names)
             if event["cat"] == "gpu_user_annotation"
         ]
-        for name, kind in _PHASES.items()
+        for names, kind in _ON_DEVICE.items()
     }
     spans: dict[str, list[Span]] = {kind: [] for kind in KINDS}
     for kernel in kernels:

@@ -1,0 +1,60 @@
+"""Causal attention from the last tokens of a sequence, by the fastest kernel of a GPU.
+
+FlashAttention-2 aligns its causal mask to the last token. cuDNN's kernels, which on Hopper take
+about half of its time, align theirs to the first: they attend to the tokens before the last ones
+without a mask, and to the last ones causally.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.runtime.torch_private import attend, attention_gradients, flash_from_last, prefers_cudnn
+
+TOKENS = 2
+LARGEST_HEAD = 128
+"""Of cuDNN's kernels, backward."""
+
+
+def last_attention(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """Return the attention of this GPU from the last tokens, in 16 bits."""
+    return attend_in_two_parts if prefers_cudnn(device) else flash_from_last
+
+
+def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attend causally from the last tokens, in two calls."""
+    if dropout or q.size(-1) > LARGEST_HEAD:
+        return flash_from_last(q, k, v, dropout)
+    return _InTwoParts.apply(q, k, v)
+
+
+class _InTwoParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = k.size(TOKENS) - q.size(TOKENS)
+        earlier, lse_earlier, seeds_earlier = attend(q, k[:, :, :before], v[:, :, :before], False)
+        own, lse_own, seeds_own = attend(q, k[:, :, before:], v[:, :, before:], True)
+        # Each part has the softmax over its keys; logsumexp (lse) gives its share of the whole's.
+        share = torch.sigmoid(lse_own - lse_earlier)
+        out = (earlier * (1 - share) + own * share).to(q.dtype)
+        lse = torch.logaddexp(lse_earlier, lse_own)
+        ctx.save_for_backward(q, k, v, out, lse, *seeds_earlier, *seeds_own)
+        # torch 2.11's compiler loses the gradient where `to` has nothing to convert.
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        before = k.size(TOKENS) - q.size(TOKENS)
+        count = len(seeds) // 2
+        # The whole's output and logsumexp make each part's gradients those of the whole.
+        of_earlier = attention_gradients(
+            grad, (q, k[:, :, :before], v[:, :, :before]), (out, lse, seeds[:count]), False
+        )
+        of_own = attention_gradients(
+            grad, (q, k[:, :, before:], v[:, :, before:]), (out, lse, seeds[count:]), True
+        )
+        grad_k, grad_v = (torch.cat((of_earlier[n], of_own[n]), TOKENS) for n in (1, 2))
+        return of_earlier[0] + of_own[0], grad_k, grad_v
