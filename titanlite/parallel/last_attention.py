@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.runtime.torch_private import attend, attention_gradients, flash_from_last, prefers_cudnn
+from titanlite.runtime.torch_private import (
+    attend,
+    attention_gradients,
+    flash_from_last,
+    prefers_cudnn,
+)
 
 TOKENS = 2
 LARGEST_HEAD = 128

@@ -128,9 +128,7 @@ def _divide_device(
     """Return the device's time by the kind of its kernels, and the time of hidden communication."""
     phases = {
         kind: [
-            _span(event)
-            for event in _named(events, names)
-            if event["cat"] == "gpu_user_annotation"
+            _span(event) for event in _named(events, names) if event["cat"] == "gpu_user_annotation"
         ]
         for names, kind in _ON_DEVICE.items()
     }
