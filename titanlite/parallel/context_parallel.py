@@ -96,8 +96,8 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
             raise UserError(
                 f"context parallel: {path} is not in the model; its ModelSpec names it as core"
             )
-        if context.device.type == "cuda":
-            core.attend_last = last_attention(context.device)
+        device = context.device
+        core.attend_last = last_attention(device) if device.type == "cuda" else None
         # Not core.forward, which differs by block: the compiler would make a graph for each, and
         # stop at eight.
         core.forward = partial(attend, partial(type(core).forward, core))
