@@ -46,7 +46,7 @@ _COLLECTIVES = {
 _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
 _FSDP = ("_allgather_base_", "_reduce_scatter_base_")
 """DTensor's collectives are functional."""
-_FLOPS = dict(flop_registry)
+FLOPS = dict(flop_registry)
 
 
 def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> int:
@@ -57,8 +57,8 @@ def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> in
     return products * 2 * batch * heads * queries * args[query + 1].size(2) * dim
 
 
-_FLOPS[CPU_ATTENTION] = partial(_attention_flops, 0, 2)
-_FLOPS[CPU_ATTENTION_BACKWARD] = partial(_attention_flops, 1, 5)
+FLOPS[CPU_ATTENTION] = partial(_attention_flops, 0, 2)
+FLOPS[CPU_ATTENTION_BACKWARD] = partial(_attention_flops, 1, 5)
 _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operations that do not read what they write to."""
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -110,6 +110,8 @@ class Counting(TorchDispatchMode):
     Storages are counted if they were made in the context, or were marked.
     """
 
+    current: "Counting | None" = None
+    """The last that was entered."""
     phase = ""
     """The current phase of the step; set from outside."""
     event: Event | None = None
@@ -128,7 +130,12 @@ class Counting(TorchDispatchMode):
         self._operations: list[tuple[Operation, int]] = []
         """Without bytes, and with the number of changes until each is done."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # the graphs are counted when they run
+
     def __enter__(self) -> "Counting":
+        Counting.current = self
         resize = torch.UntypedStorage.resize_
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> None:
@@ -136,7 +143,7 @@ class Counting(TorchDispatchMode):
             self._see(storage, "gathered")  # how FSDP2 fills and frees whole parameters
 
         self._patches = ExitStack()
-        self._patches.enter_context(around_sharding_propagation(self._hide))
+        self._patches.enter_context(around_sharding_propagation(self.hide))
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_see))
         return super().__enter__()
 
@@ -146,9 +153,15 @@ class Counting(TorchDispatchMode):
 
     def mark(self, use: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the use of tensors."""
-        with self._hide():
+        with self.hide():
             for tensor in tensors:
                 self._see(local_part(tensor).untyped_storage(), use)
+
+    def see(self, tree: Any) -> None:
+        """Count tensors that may have been made while the counting was hidden."""
+        for tensor in _tensors(tree):
+            if tensor.device.type != "meta":
+                self._see(tensor.untyped_storage())
 
     @property
     def alive(self) -> int:
@@ -205,9 +218,7 @@ class Counting(TorchDispatchMode):
         if name == "_record_function_enter_new" and args[0] in self.phase_of_region:
             self.enter_phase(self.phase_of_region[args[0]])
         before = len(self._changes)
-        for tensor in results:
-            if tensor.device.type != "meta":
-                self._see(tensor.untyped_storage())
+        self.see(results)
         collective = None
         if func.namespace in ("c10d", "_c10d_functional"):
             collective = self._collective(name, result, args)
@@ -222,7 +233,7 @@ class Counting(TorchDispatchMode):
             if collective
             else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
         )
-        count = _FLOPS.get(func.overloadpacket)
+        count = FLOPS.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count else 0
         if collective or flops or moved:
             dtype = _name(_tensors(args)[0].dtype) if flops else ""
@@ -274,7 +285,8 @@ class Counting(TorchDispatchMode):
             self._changes.append((storage, -storage.bytes))
 
     @contextmanager
-    def _hide(self) -> Iterator[None]:
+    def hide(self) -> Iterator[None]:
+        """Count no operation, and no storage that is made."""
         self._hidden, before = True, self._hidden
         try:
             yield

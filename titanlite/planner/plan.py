@@ -20,7 +20,7 @@ from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
 from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.search import Candidate, changes
-from titanlite.planner.speed import WAITING, Speed, is_upper_bound, ranks_in_a_node, speed_of_job
+from titanlite.planner.speed import WAITING, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
 VERSION = 1
 """Of the JSON; another one if a name goes or changes its meaning."""
@@ -76,10 +76,6 @@ class Plan:
         """Return the most bytes that torch's allocator takes if it never flushes its cache."""
         return self.recording.peak * self.hardware.reserve.allocator
 
-    @property
-    def at_most(self) -> bool:
-        return is_upper_bound(self.job)
-
     @cached_property
     def traffic(self) -> list[Traffic]:
         """Return the collectives of a step by dimension, outermost first."""
@@ -88,11 +84,9 @@ class Plan:
     @property
     def assumptions(self) -> list[str]:
         """Return the assumptions of the verdict on memory."""
-        eager = (
-            "at most: compiled blocks are rehearsed eagerly, "
-            "which keeps more (not measured how much)"
-        )
-        texts = [reserve_text(self.hardware), *([eager] if self.at_most else [])]
+        texts = [reserve_text(self.hardware)]
+        if is_compiled(self.job):
+            texts.append("compiled: fused kernels write no temporaries, as inductor's on one H100")
         if self.ranks:
             texts.append("what a stage has sent is freed when the send has been waited for")
         if self.imbalance > 1:
@@ -128,12 +122,11 @@ class Plan:
                 "seq_len": config.training.seq_len,
                 "tokens_per_step": speed.tokens,
                 "recompute": config.activation_checkpoint.mode,
-                "compile": self.at_most,
+                "compile": is_compiled(self.job),
             },
             "hardware": asdict(self.hardware),
             "memory": {
                 "fits": self.fits,
-                "at_most": self.at_most,
                 "peak": recording.peak,
                 "moment": recording.moment,
                 "usable": self.hardware.usable_bytes,
@@ -270,8 +263,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
 
 
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
-    at_most = "at most " * is_upper_bound(job)
-    line = f"planned peak {at_most}{format_bytes(recording.peak)} a rank, in {recording.moment}"
+    line = f"planned peak {format_bytes(recording.peak)} a rank, in {recording.moment}"
     if memory is None:
         return line
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"

@@ -3,10 +3,10 @@ without memory.
 
 Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the
 collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
-AS_ON_CUDA lists all that a CPU keeps and a GPU does not. With torch.compile the rehearsal is eager,
-which allocates at least as much."""
+AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -38,6 +38,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner import stand_ins
+from titanlite.planner.compiled import compile_without_code
 from titanlite.planner.counting import PHASE_OF_REGION, Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.record import Event, Recording
@@ -71,6 +72,8 @@ class Rehearsal:
         rank does on average.
         """
         check_planned(job)
+        torch.compiler.reset()  # graphs of another rehearsal would make sizes dynamic
+        logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for a run
         causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
         mesh = world.mesh(job.layout, rank)
         self._context, self._parts = _skeleton(job, mesh, build_converters(job))
@@ -127,6 +130,7 @@ class Rehearsal:
             without_values(),
             patch.object(expert_parallel, "on_host", self._sizes),
             patch.object(moe, "on_host", stand_ins.even_groups),
+            patch.object(torch, "compile", compile_without_code),
             patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
             patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
             patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
@@ -181,7 +185,7 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
 
 def _eager(job: Job) -> Job:
     """Return the job without what only changes how its operations are run."""
-    off = {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False}
+    off = {"parallelism.enable_async_tensor_parallel": False}
     return replace(job, config=with_values(job.config, off))
 
 
@@ -191,7 +195,8 @@ def _skeleton(
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
     context = Context(_eager(job), mesh, table, torch.device("cpu"), converters)
-    parts, _ = parallelize(model, context)
+    with patch.object(torch, "compile", compile_without_code):
+        parts, _ = parallelize(model, context)
     return context, parts
 
 

@@ -27,7 +27,7 @@ from titanlite.planner.depth import fullest, plan_steps
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import Collective
-from titanlite.planner.speed import Speed, is_upper_bound, speed_of_job, transfer
+from titanlite.planner.speed import Speed, is_compiled, speed_of_job, transfer
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
@@ -279,7 +279,7 @@ class _Facts:
         if layout.cp > 1:  # chunks attend to half of all pairs of tokens or more
             tokens //= 2
         flops = (self._flops + is_full * self._recomputed) * samples * tokens / layout.tp
-        share = hardware.efficiencies[hardware.efficiency_of(dtype, is_upper_bound(job))].share
+        share = hardware.efficiencies[hardware.efficiency_of(dtype, is_compiled(job))].share
         computing = flops / hardware.peak(dtype) / share
         # Two gathers and two reductions in each pass of a block.
         activations = seconds("all-gather", "tp", own_tokens * self._width, dtype)

@@ -80,17 +80,15 @@ class Speed:
         return tokens / self.tokens * step_seconds / 86400
 
 
-def is_upper_bound(job: Job) -> bool:
-    """Whether the peak is only an upper bound: compiled blocks are rehearsed eagerly, which keeps
-    more.
-    """
+def is_compiled(job: Job) -> bool:
+    """Whether the blocks of the model are compiled."""
     return job.config.compile.enable and "model" in job.config.compile.components
 
 
 def speed_of_job(job: Job, ranks: Sequence[Recording], hardware: Hardware) -> list[Speed]:
     """Return the bound and the estimate of a job's recorded step, on each pipeline rank."""
     tokens = job.batch.total * job.config.training.seq_len
-    return speed_of(ranks, job.layout, hardware, tokens, is_upper_bound(job), job.stages.rank_of)
+    return speed_of(ranks, job.layout, hardware, tokens, is_compiled(job), job.stages.rank_of)
 
 
 def speed_of(

@@ -23,8 +23,6 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     batch = plan.job.batch
     hardware = plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
-    may_fit = plan.at_most and sum(plan.recording.static.values()) <= hardware.usable_bytes
-    no = "It may not fit: the peak is an upper bound" if may_fit else "It does not fit"
     left = (hardware.usable_bytes - plan.recording.peak) / GIB
     roomy = "It fits" if plan.without_flushes <= hardware.usable_bytes else "It may not fit"
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
@@ -33,8 +31,8 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"a step: {plan.speed.tokens:,} tokens, batch {batch.total} = local {batch.local} "
         f"x data-parallel {batch.data_parallel} x accumulation {batch.accumulation}; "
         f"recompute {config.activation_checkpoint.mode}",
-        f"{'It fits' if plan.fits else no}: a step needs "
-        f"{'at most ' * plan.at_most}{plan.recording.peak / GIB:.2f} GiB, "
+        f"{'It fits' if plan.fits else 'It does not fit'}: a step needs "
+        f"{plan.recording.peak / GIB:.2f} GiB, "
         f"in {plan.recording.moment}; "
         f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}\n"
         f"{roomy} without flushes of torch's cache: for that, "

@@ -3,10 +3,10 @@ tried on.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -96,8 +96,14 @@ def waiting_as_on_a_device() -> Iterator[None]:
     """Let DTensor's collectives wait where results are used, as they do on real tensors.
 
     Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing.
+    Where it does compile, that stays.
     torch 2.11 and 2.14 (2.13 uses the same function); no public way."""
     from torch.distributed import _functional_collectives as functional
+
+    at_once = functional._maybe_wrap_tensor
+
+    def waiting(tensor: torch.Tensor) -> Any:
+        return at_once(tensor) if _is_compiling() else functional.AsyncCollectiveTensor(tensor)
 
     loaded = [
         module for name, module in sys.modules.items() if name.startswith("torch.distributed")
@@ -105,11 +111,44 @@ def waiting_as_on_a_device() -> Iterator[None]:
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
-                patches.enter_context(patch.object(module, "_are_we_tracing", lambda: False))
-        patches.enter_context(
-            patch.object(functional, "_maybe_wrap_tensor", functional.AsyncCollectiveTensor)
-        )
+                patches.enter_context(patch.object(module, "_are_we_tracing", _is_compiling))
+        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", waiting))
         yield
+
+
+def _is_compiling() -> bool:
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def graph_backend(
+    run: Callable[[torch.fx.GraphModule, list[Any]], Any], as_inductor: bool
+) -> Callable[..., Any]:
+    """Return a backend of torch.compile that runs the graphs of a forward and of a backward pass,
+    given the list of their inputs, which it empties.
+
+    torch 2.11 and 2.14; no public names but the documented ones of custom backends."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Any = partial(run, graph)
+        compiled._boxed_call = True
+        return compiled
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=select_decomp_table() if as_inductor else None,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+
+
+def is_operation(target: Any) -> bool:
+    """Return whether a node of a graph calls an operation of the dispatcher. torch 2.11 and 2.14;
+    no public name.
+    """
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

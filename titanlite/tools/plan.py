@@ -36,7 +36,7 @@ EPILOG = """examples:
   titanlite plan --config llama_70b.toml --world 256 --gpu h100-80g --search --out best.toml
   titanlite train --config llama_70b.toml best.toml
 
-docs/planning.md separates exact numbers, upper bounds and assumptions."""
+docs/planning.md separates exact numbers from assumptions."""
 
 
 def _number(least: float, legal: str, text: str) -> float:

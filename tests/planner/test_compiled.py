@@ -1,0 +1,34 @@
+"""A compiled step's memory is planned as a real H100 took it: torch's peak, less cuBLAS's
+workspaces.
+"""
+
+import pytest
+
+from tests.lanes import sample
+from titanlite.config.job import job_from
+from titanlite.config.load import parse_command_line
+from titanlite.planner.depth import plan_step
+
+GIB = 1 << 30
+BLAS = 64 << 20
+ALL = (
+    "--training.seq_len=8192 --training.local_batch_size=1 --compile.enable "
+    "--training.mixed_precision_param=bfloat16 --validation.no_enable"
+)
+NONE, BY_OPERATION = (f"--activation_checkpoint.mode={mode}" for mode in ("none", "selective"))
+WIDE = "--model.flavor=8B --model.overrides.n_layers=6"
+FLOAT8 = "--quantize.linear.float8.enable"
+MEASURED = {
+    # torch.cuda.max_memory_allocated after a step, in GiB; torch 2.11, 26 November 2026
+    f"--model.flavor=1B {NONE}": 27.61,
+    f"--model.flavor=1B {BY_OPERATION}": 21.98,
+    f"{WIDE} {NONE}": 37.83,
+    f"{WIDE} {NONE} {FLOAT8}": 37.18,
+}
+
+
+@pytest.mark.parametrize("options", sample(MEASURED, f"{WIDE} {NONE}"))
+def test_the_planned_peak_of_a_compiled_step_is_that_of_an_h100(options):
+    line = parse_command_line([*ALL.split(), *options.split()], {})
+    job = job_from(line, world=1, training=True, device="cuda")
+    assert (plan_step(job).peak + BLAS) / GIB == pytest.approx(MEASURED[options], abs=0.015)
