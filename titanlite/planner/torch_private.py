@@ -139,7 +139,7 @@ def graph_backend(
     return aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        decompositions=select_decomp_table() if as_inductor else None,
+        decompositions=select_decomp_table() if as_inductor else {},
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
 
