@@ -82,6 +82,7 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
         "--checkpoint.enable --checkpoint.keep_latest_k=0",
         1,
     ),
+    ("checkpoint.mirror", "checkpoint.mirror_keep_latest_k", "7", "--checkpoint.enable", 1),
     (
         "checkpoint.initial_load_path",
         "checkpoint.initial_load_model_only",
@@ -212,6 +213,7 @@ OTHERS = {
     "parallelism.module_fqns_per_model_part": [["norm"]],
     "activation_checkpoint.selective_ac_option": "2",
     "validation.steps": 3,
+    "checkpoint.mirror": "s3://bucket/run",
 }
 
 

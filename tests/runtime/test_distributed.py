@@ -38,7 +38,7 @@ def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
         fully_shard(torch.nn.Linear(4, 4), mesh=mesh.fsdp, reshard_after_forward=2)
     groups = [group for group in torch_private.process_groups() if group is not checkpoints]
     assert isinstance(checkpoints, dist.ProcessGroup)
-    set_collective_timeout(77, excluded=checkpoints)
+    set_collective_timeout(77, excluded=[checkpoints])
     return (
         {timeout_of(group) for group in groups},
         timeout_of(checkpoints),
@@ -78,7 +78,7 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tupl
 
     def change(seconds: float, excluded: dist.ProcessGroup | None) -> None:
         changed.append((taken.exists(), seconds))
-        set_collective_timeout(seconds, excluded)
+        set_collective_timeout(seconds, [excluded])
 
     run.train_step = slow_step  # type: ignore[method-assign]
     with mock.patch("titanlite.train.trainer.set_collective_timeout", change):

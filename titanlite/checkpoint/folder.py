@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
+from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
@@ -41,6 +42,12 @@ class CheckpointFolder:
         if self.settings.enable:
             self._refuse_unusable()
             self._clear_leftovers()
+        self.mirror = Mirror.of(job.config, log)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Return the groups that wait for storage."""
+        return [self.group, self.mirror.group if self.mirror else None]
 
     def renew_group(self) -> None:
         """Make the group, or another one: that of a failed save may hold unmatched collectives."""
@@ -94,6 +101,8 @@ class CheckpointFolder:
 
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, move later checkpoints, damaged or from before a rewind, out of the folder."""
+        if self.mirror:
+            self.mirror.set_aside(step)
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return

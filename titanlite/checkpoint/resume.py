@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 DATA = "data"
 """Stands for the position in the data in checkpoint.exclude_from_loading."""
+MIRRORED = "mirrored"
+"""File in the folder of checkpoints with the newest step that is in checkpoint.mirror."""
 _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
 
 
@@ -204,9 +206,14 @@ def last_saved_message(config: JobConfig) -> str:
     """Return a phrase with the newest save of a stopped run."""
     if not config.checkpoint.enable:
         return "nothing was saved: checkpoint.enable is off"
-    newest = latest_complete(checkpoint_root(config))
-    return (
-        "no checkpoint was due yet"
-        if newest is None
-        else f"saved: {step_folder(checkpoint_root(config), newest)}"
-    )
+    root = checkpoint_root(config)
+    newest = latest_complete(root)
+    if newest is None:
+        return "no checkpoint was due yet"
+    saved = f"saved: {step_folder(root, newest)}"
+    if mirror := config.checkpoint.mirror:
+        note = root / MIRRORED
+        step = int(store.read(note)) if store.exists(note) else 0
+        behind = f"; {mirror} is behind, at step {step}"
+        saved += f" and in {mirror}" if step == newest else behind
+    return saved

@@ -48,6 +48,8 @@ class PendingSave(threading.Thread):
 
     error: BaseException | None = None
     warning = ""
+    mirror_behind: int | None = None
+    """Steps that the mirror lacked before this save."""
 
     def __init__(self, write: Callable[..., None], content: commit.Content) -> None:
         super().__init__(name="checkpoint", daemon=True, target=write, args=(self, content))
@@ -213,6 +215,7 @@ class Saver:
         began = time.monotonic()
         root = self._folder.root
         group = self._folder.group
+        mirror = self._folder.mirror
         if self._copied:
             with torch.cuda.device(self._device):  # or it would open a context on the first GPU
                 self._copied.synchronize()
@@ -223,10 +226,13 @@ class Saver:
             try:
                 keep = (self.settings.keep_latest_k, self.settings.keep_every)
                 for old_step in steps_to_delete(root, *keep):
-                    commit.delete(step_folder(root, old_step))
+                    if not mirror or not mirror.reads(old_step):
+                        commit.delete(step_folder(root, old_step))
             except OSError as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
+        if mirror:
+            pending.mirror_behind = mirror.submit(content.step)
 
     @phase("save")
     def finish_save(self) -> None:

@@ -34,9 +34,12 @@ def find(folder: CheckpointFolder) -> Resume:
         return Resume()
     resume = None
     if settings.enable and settings.load_step != -1:
+        if folder.mirror:
+            folder.mirror.fetch_missing(settings.load_step)
         resume = load.at_step(folder.root, settings.load_step, full, group)
     elif settings.enable:
-        resume = load.latest_verified(folder.root, full, group, folder.log)
+        newest = partial(load.latest_verified, folder.root, full, group, folder.log)
+        resume = folder.mirror.newest_of_both(newest) if folder.mirror else newest()
     if resume is None and settings.initial_load_in_hf:
         read = partial(HuggingFaceFolder, path, job.spec, job.model, exclude)
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)

@@ -249,14 +249,17 @@ class Checkpoint(Section):
     """Checkpoints to keep that can be resumed; 0 keeps all."""
     keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
+    mirror: str = ""
+    """URL (s3://, gs:// or az://BUCKET/FOLDER) that gets each checkpoint too, in the background."""
+    mirror_keep_latest_k: Annotated[Natural, Only("checkpoint.enable", "checkpoint.mirror")] = 10
+    """Checkpoints to keep in the mirror, besides those of keep_every; 0 keeps all."""
     load_step: Annotated[Literal[-1] | Natural, Only()] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Only()] = ""
     """Checkpoint to start from if there is none to resume."""
     initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
-    reads it.
-    """
+    reads it."""
     initial_load_model_only: Annotated[bool, Only("checkpoint.initial_load_path")] = True
     """Load only the weights from initial_load_path."""
     exclude_from_loading: Annotated[list[str], Only("checkpoint.enable or initial_load_path")] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
+from titanlite.runtime.bucket import Unreachable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +61,7 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
         _check_without_model(check, job, device)
         if first_node:
             check(_check_start, job)
+            check(_check_mirror, job.config)
         if built := check(build_model, job):
             model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
@@ -198,6 +202,8 @@ def _check_start(job: Job) -> None:
     settings, root = job.config.checkpoint, checkpoint_root(job.config)
     steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
+        if settings.mirror and settings.load_step not in steps:
+            return  # it is looked for there
         require_step(root, settings.load_step, steps)
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
@@ -214,6 +220,25 @@ def _check_start(job: Job) -> None:
         _require_complete(
             "checkpoint.initial_load_path", folder, not settings.initial_load_model_only
         )
+
+
+def _check_mirror(config: JobConfig) -> None:
+    """Raise if the mirror cannot be used, or has no answer where the run may have its only
+    checkpoints.
+    """
+    settings = config.checkpoint
+    if not settings.enable or not settings.mirror:
+        return
+    # In a process of its own: this one forks.
+    command = [sys.executable, "-m", "titanlite.runtime.bucket", settings.mirror]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if not result.returncode:
+        return
+    line = f"checkpoint.mirror: {result.stderr.strip().removeprefix('titanlite: ')}"
+    if result.returncode == Unreachable.code and committed(checkpoint_root(config)):
+        say(f"titanlite: {line}; going on with the checkpoints of the folder")
+    else:
+        raise UserError(line)
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:

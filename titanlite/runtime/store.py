@@ -1,8 +1,8 @@
 """Every file-system call of checkpoints outside safetensors, for a folder that all ranks share.
 
 `checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they
-return, the same holds for the new name that `rename` gives, and `rename` is atomic. A bucket could
-replace this file."""
+return, the same holds for the new name that `rename` gives, and `rename` is atomic. What only reads
+takes places in buckets too (bucket.py), and so do `copy` and `delete`."""
 
 import os
 import shutil
@@ -14,13 +14,31 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-exists, is_folder = Path.exists, Path.is_dir
-read = Path.read_bytes
-size = os.path.getsize
-modified = os.path.getmtime
+from titanlite.runtime.bucket import BucketPath
+
 is_writable = partial(os.access, mode=os.W_OK)
 reading = partial(Path.open, mode="rb")
 make_folder = partial(os.makedirs, exist_ok=True)
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
+def read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def modified(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def list_folder(folder: Path) -> dict[str, Path]:
@@ -39,11 +57,18 @@ def same_file_system(folder: Path, other: Path) -> bool:
 def crc32(path: Path) -> int:
     """Return the checksum of a file, read in blocks."""
     checksum = 0
-    block = memoryview(bytearray(1 << 20))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            checksum = zlib.crc32(block[:count], checksum)
+    for block in _blocks(path):
+        checksum = zlib.crc32(block, checksum)
     return checksum
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    if isinstance(path, BucketPath):
+        yield from path.bucket.blocks(path.key)
+        return
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            yield block
 
 
 def write(path: Path, content: bytes) -> None:
@@ -55,6 +80,25 @@ def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
     """Write a large file from its blocks, not yet to the disk."""
     with path.open("wb") as file:
         file.writelines(blocks)
+
+
+def copy(path: Path, target: Path) -> tuple[int, int]:
+    """Copy a file, also from or to a bucket; return the size and checksum of what was read."""
+    length = checksum = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal length, checksum
+        for block in _blocks(path):
+            length += len(block)
+            checksum = zlib.crc32(block, checksum)
+            yield block
+
+    if isinstance(target, BucketPath):
+        target.bucket.put(target.key, counted(), size(path))
+    else:
+        write_blocks(target, counted())
+        sync(target)
+    return length, checksum
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
@@ -30,17 +31,19 @@ from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote, local_folder, place
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import DOCUMENTS, find_checkpoint, find_checkpoints, whole_manifest
 
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
-_FOLDER = (
+_ABOUT = (
     "a checkpoint (…/step-N), a folder of them (its latest complete one is used), "
-    "or a run's dump folder",
-    Path,
+    "or a run's dump folder"
 )
+_FOLDER = (_ABOUT, local_folder)
+_PLACE = (f"{_ABOUT}, or a URL of one (s3://, gs://, az://)", place)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -58,7 +61,7 @@ def _ls(arguments: Namespace) -> int:
     rows = []
     for folder in find_checkpoints(arguments.folder):
         manifest, problems = _check(folder, arguments.full)
-        size = mesh = "?"
+        size = mesh = age = "?"
         if manifest:
             weights = ", weights" if manifest.weights_only else ""
             size = format_bytes(manifest.size) + weights
@@ -66,7 +69,10 @@ def _ls(arguments: Namespace) -> int:
         state = (
             f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         )
-        rows.append((folder.name, size, mesh, _age(time.time() - store.modified(folder)), state))
+        if manifest or not is_remote(folder):
+            dated = folder / MANIFEST if is_remote(folder) else folder
+            age = _age(time.time() - store.modified(dated))
+        rows.append((folder.name, size, mesh, age, state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
 
@@ -171,7 +177,9 @@ def _rm(arguments: Namespace) -> int:
     from titanlite.checkpoint.commit import delete, point_latest
 
     # A link is removed, not its target.
-    folders = [Path(os.path.abspath(path)) for path in arguments.step_folder]
+    folders = [
+        path if is_remote(path) else Path(os.path.abspath(path)) for path in arguments.step_folder
+    ]
     for folder in folders:
         if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
             raise UserError(
@@ -191,6 +199,10 @@ def _rm(arguments: Namespace) -> int:
         if arguments.dry_run:
             print(f"would remove {folder}")
             continue
+        if is_remote(folder):
+            transfer.remove(folder)
+            print(f"removed {folder}")
+            continue
         hold_run(folder)
         delete(folder)
         if (newest := latest_complete(folder.parent)) is not None:
@@ -198,6 +210,28 @@ def _rm(arguments: Namespace) -> int:
         else:
             store.delete(folder.with_name("latest"))
         print(f"removed {folder}")
+    return 0
+
+
+def _cp(arguments: Namespace) -> int:
+    from titanlite.checkpoint.commit import staging_folder
+
+    source, root = find_checkpoint(arguments.__dict__["from"]), arguments.to
+    manifest = whole_manifest(source)
+    target = step_folder(root, manifest.step)
+    if store.exists(target / MANIFEST if is_remote(root) else target):
+        raise UserError(f"{target} exists; name another folder")
+    if is_remote(root):
+        transfer.begin(source, target)
+        transfer.copy_files(source, target, manifest.files)
+        transfer.end(source, target)
+    else:
+        store.make_folder(root)
+        with staging_folder(target, None, "the copy") as staging:
+            transfer.copy_files(source, staging, manifest.files)
+            store.copy(source / MANIFEST, staging / MANIFEST)
+            store.publish(staging, target)
+    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified")
     return 0
 
 
@@ -228,19 +262,19 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _ls,
         "list steps, size, mesh, age and state",
         "ls outputs --full",
-        {"[FOLDER]": (*_FOLDER, Path("outputs")), "--full": "read every byte"},
+        {"[FOLDER]": (*_PLACE, Path("outputs")), "--full": "read every byte"},
     ),
     "verify": (
         _verify,
         "read every byte; exit code 1 if a checksum differs",
         "verify outputs",
-        {"FOLDER …": _FOLDER},
+        {"FOLDER …": _PLACE},
     ),
     "show": (
         _show,
         "print the step, the position in the data, tensors and config",
         "show outputs",
-        {"FOLDER": _FOLDER},
+        {"FOLDER": _PLACE},
     ),
     "diff": (
         _diff,
@@ -276,12 +310,18 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
             "OUT": ("where step-0 is written", Path),
         },
     ),
+    "cp": (
+        _cp,
+        "copy a checkpoint between folders and object stores, verified",
+        "cp outputs s3://bucket/run",
+        {"FROM": _PLACE, "TO": ("the folder or URL in which step-N will be", place)},
+    ),
     "rm": (
         _rm,
         "remove checkpoints, but never the last complete one",
         "rm outputs/checkpoint/step-500",
         {
-            "STEP_FOLDER …": ("named step-N", Path),
+            "STEP_FOLDER …": ("named step-N, also a URL", place),
             "--dry-run": "only print what would be removed",
             "--force": "even the last complete one",
         },

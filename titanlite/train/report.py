@@ -117,6 +117,8 @@ class Report:
                 f"time_metrics/checkpoint_{name}(s)": seconds
                 for name, seconds in save.costs.items()
             }
+            if save.mirror_behind is not None:
+                values["mirror_steps_behind"] = save.mirror_behind
             self._write(save.step, values, tags)
 
     def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:

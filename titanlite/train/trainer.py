@@ -161,7 +161,7 @@ class Trainer:
         self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         timeout = config.comm.init_timeout_seconds
-        set_collective_timeout(timeout, excluded=self.checkpoints.group)
+        set_collective_timeout(timeout, excluded=self.checkpoints.groups)
         for note in notes:
             self.log.info(note)
         blocks = job.spec.blocks
@@ -220,6 +220,8 @@ class Trainer:
             if config.generate.at_end:
                 self.show_sample()
         self.close()
+        if self.checkpoints.mirror:
+            self.checkpoints.mirror.finish(self.stop.seconds_left())
 
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""
@@ -262,7 +264,7 @@ class Trainer:
         dist.barrier()  # all ranks must finish compiling before the shorter timeout applies
         config = self.job.config
         limit = max(config.comm.train_timeout_seconds, config.fault.stall_seconds)
-        set_collective_timeout(limit, excluded=self.checkpoints.group)
+        set_collective_timeout(limit, excluded=self.checkpoints.groups)
 
     def _finish_step(self) -> None:
         """Collect garbage, validate and save if due."""

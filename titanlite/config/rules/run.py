@@ -29,6 +29,11 @@ _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
     *("training.dataset_path", "validation.dataset_path"),
 )
+_STORES = ("s3://", "gs://", "az://", "hf://buckets")
+_URLS_SO_FAR = (
+    "an object store can be checkpoint.mirror so far, and "
+    "`titanlite checkpoint cp URL FOLDER` copies from one"
+)
 _LONGEST_NAME = 255  # bytes
 _MAY_BE_0 = ("experts", "dense_layers")
 
@@ -206,6 +211,8 @@ def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
             yield key, f"a name of {longest} bytes; files and folders have at most {_LONGEST_NAME}"
         if "\0" in path:
             yield key, "the zero character cannot be in a path"
+        if path.startswith(_STORES):
+            yield key, f"must be a folder here; {_URLS_SO_FAR}"
     if not config.job.dump_folder:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
 
@@ -264,6 +271,13 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
             "checkpoint.last_save_in_hf",
             "nothing is saved with checkpoint.enable = false; set it to true",
         )
+
+
+def _mirror_is_on_a_store(config: ConfigView) -> Refusals:
+    if mirror := config.checkpoint.mirror:
+        scheme, colon, place = mirror.partition("://")
+        if scheme + colon not in _STORES or not place.strip("/"):
+            yield "checkpoint.mirror", "legal: s3://, gs:// or az://BUCKET/FOLDER"
 
 
 def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:

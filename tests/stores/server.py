@@ -1,0 +1,124 @@
+"""A real S3 server on loopback, and a proxy before it that puts faults in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+from urllib.request import Request, urlopen
+
+import pytest
+
+BUCKET = "bucket"
+Fault = dict[str, Any]
+
+
+def needs_extra() -> None:
+    """Skip the tests of a file by name where the extra `remote` or moto is missing."""
+    for package in ("obstore", "moto.server", "flask"):
+        pytest.importorskip(package)
+
+
+def credentials(port: int) -> dict[str, str]:
+    """Return the environment in which s3:// is a server on this port."""
+    return {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }
+
+
+@contextmanager
+def moto() -> Iterator[int]:
+    """Run the server with an empty bucket; yield its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}/{BUCKET}"
+        for _ in range(300):
+            with suppress(OSError):
+                urlopen(Request(url, method="PUT")).close()
+                break
+            time.sleep(0.1)
+        yield port
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextmanager
+def using(port: int) -> Iterator[None]:
+    """Let s3:// in this process be the server on this port."""
+    from titanlite.runtime import bucket
+
+    bucket._open.cache_clear()
+    with mock.patch.dict(os.environ, credentials(port)):
+        yield
+    bucket._open.cache_clear()
+
+
+class FaultProxy:
+    """An HTTP proxy. `rule(method, path)` returns what goes wrong with a request, if anything:
+    {"status": 503, "text": body of the answer}, {"lose": True} (done, and the answer dropped),
+    {"cut": bytes of the request's body}, {"hang": seconds}, {"flip": byte of the answer's body},
+    {"rate": bytes a second}.
+    """
+
+    def __init__(self, upstream: int) -> None:
+        self.upstream = upstream
+        self.rule: Callable[[str, str], Fault | None] = lambda method, path: None
+        self.log: list[tuple[str, str]] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
+        server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.port = server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: Any, writer: Any) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            method, path, _ = head.split(b"\r\n")[0].decode().split(" ")
+            self.log.append((method, path))
+            fault = self.rule(method, path) or {}
+            await asyncio.sleep(fault.get("hang", 0))
+            found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+            size = int(found[1]) if found else 0
+            body = await reader.readexactly(min(size, fault.get("cut", size)))
+            if "rate" in fault:
+                await asyncio.sleep(size / fault["rate"])
+            if "hang" not in fault and len(body) == size:
+                answer = await self._answer(head, body, fault)
+                if answer and not fault.get("lose"):
+                    writer.write(answer)
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        writer.transport.abort()
+
+    async def _answer(self, head: bytes, body: bytes, fault: Fault) -> bytes:
+        if "status" in fault:
+            text = fault.get("text", b"<Error><Code>Injected</Code></Error>")
+            length = b"Content-Length: %d" % len(text)
+            return b"HTTP/1.1 %d X\r\n%s\r\n\r\n%s" % (fault["status"], length, text)
+        upstream, sending = await asyncio.open_connection("127.0.0.1", self.upstream)
+        sending.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
+        answer, _, content = (await upstream.read(-1)).partition(b"\r\n\r\n")
+        sending.close()
+        content = bytearray(content)
+        if "flip" in fault and len(content) > fault["flip"]:
+            content[fault["flip"]] ^= 1
+        answer = re.sub(rb"(?i)\r\n(connection|keep-alive):[^\r]*", b"", answer)
+        return answer + b"\r\nConnection: close\r\n\r\n" + bytes(content)

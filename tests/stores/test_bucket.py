@@ -1,0 +1,143 @@
+"""Requests to object stores: bounded, repeated where an answer is lost, and their faults in one
+line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+import pytest
+
+from tests.lanes import sample
+from tests.stores.server import BUCKET, credentials, needs_extra
+from titanlite.errors import UserError
+from titanlite.runtime import bucket
+from titanlite.runtime.bucket import BucketError, Unreachable, check, place
+from titanlite.runtime.store import copy, list_folder, read
+
+NAMES = re.compile(r"AWS_|GOOGLE_|AZURE_|GCE_")
+
+
+def parts_of(log: list[tuple[str, str]]) -> int:
+    return sum("partNumber" in path for _, path in log)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    sample([{"status": 503}, {"lose": True}, {"cut": 3}, {"hang": 2}], {"lose": True}),
+    ids=lambda fault: next(iter(fault)),
+)
+def test_a_request_that_fails_once_is_sent_again(proxy, url, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr(bucket, "_TIMEOUT", "1s")
+    (tmp_path / "file").write_bytes(b"content")
+    met = set()
+
+    def once(method, path):
+        kind = method, path.partition("?")[2].split("=")[0]
+        return None if kind in met or met.add(kind) else fault
+
+    proxy.rule = once
+    copy(tmp_path / "file", place(f"{url}/file"))
+    assert read(place(f"{url}/file")) == b"content"
+    assert list_folder(place(url)).keys() == {"file"}
+
+
+def test_a_store_that_never_answers_is_given_up(proxy, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket, "_TIMEOUT", "0.5s")
+    proxy.rule = lambda method, path: {"hang": 30}
+    with pytest.raises(BucketError) as caught:
+        check(url, patience=1)
+    assert isinstance(caught.value, Unreachable)
+    assert "no answer in time (asked to list)" in str(caught.value)
+
+
+def test_parts_grow_with_the_file_so_that_ten_thousand_are_enough(proxy, url):
+    blocks = [bytes(1 << 20)] * 20
+    for size, parts in ((20 << 20, 2), (1 << 40, 1)):
+        proxy.log.clear()
+        place(url).bucket.put(f"big-{size}", iter(blocks), size)
+        assert parts_of(proxy.log) == parts
+        assert size / max(bucket._PART, size // bucket._MOST_PARTS) < 10_000
+
+
+def test_a_forked_process_is_refused_instead_of_hanging(proxy, url, tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    copy(tmp_path / "file", place(f"{url}/file"))
+    child = os.fork()
+    if not child:
+        try:
+            read(place(f"{url}/file"))
+        except RuntimeError as error:
+            os._exit(0 if "before a fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert read(place(f"{url}/file")) == b"content"
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ({"status": 403}, "the credentials do not allow this"),
+        ({"status": 301}, "another region has the bucket: set AWS_REGION"),
+    ],
+)
+def test_a_refusal_is_one_line_that_names_what_was_asked(proxy, url, fault, line):
+    proxy.rule = lambda method, path: fault if method == "PUT" else None
+    with pytest.raises(BucketError, match=f"^s3://{BUCKET}.*{line}.*asked to write") as caught:
+        check(url)
+    assert "\n" not in str(caught.value) and not isinstance(caught.value, Unreachable)
+
+
+def test_a_missing_bucket_and_a_store_that_is_not_there_are_told_apart(proxy, url, monkeypatch):
+    with pytest.raises(BucketError, match="s3://nobody: there is no such bucket") as caught:
+        check("s3://nobody/run")
+    assert not isinstance(caught.value, Unreachable)
+    bucket._open.cache_clear()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(BucketError, match="nobody listens there") as caught:
+        check(url, patience=0.5)
+    assert isinstance(caught.value, Unreachable)
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "line"),
+    [
+        ("ftp://bucket/run", {}, "legal: s3://, gs:// or az://"),
+        ("s3://", {}, "legal: s3://, gs:// or az://"),
+        ("s3://bucket//run", {}, "legal: s3://, gs:// or az://"),
+        ("s3://bucket", {}, "no credentials: set AWS_ACCESS_KEY_ID"),
+        ("s3://bucket", {"AWS_ACCESS_KEY_ID": "x"}, "AWS_SECRET_ACCESS_KEY go together"),
+        ("s3://bucket", {**credentials(0), "AWS_REGION": "", "AWS_ENDPOINT_URL": ""}, "AWS_REGION"),
+        ("gs://bucket", {}, "set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://bucket", {}, "set AZURE_STORAGE_ACCOUNT_NAME"),
+    ],
+)
+def test_without_credentials_the_remedy_is_named_and_no_metadata_address_is_asked(
+    url, environment, line, monkeypatch, tmp_path
+):
+    needs_extra()
+    bucket._open.cache_clear()
+    for name in os.environ:
+        if NAMES.match(name):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as metadata:
+        metadata.setblocking(False)
+        address = f"http://127.0.0.1:{metadata.getsockname()[1]}"
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", address)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(BucketError, match=re.escape(line)) as caught:
+            place(url)
+        with pytest.raises(BlockingIOError):
+            metadata.accept()
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_extra_the_line_names_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    bucket._open.cache_clear()
+    with pytest.raises(UserError, match=r'pip install "titanlite\[remote\]"'):
+        place("s3://bucket")

@@ -1,0 +1,112 @@
+"""`titanlite checkpoint cp` and the other verbs on object stores: a step is there exactly when its
+manifest is, and every copy is verified.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.saved import SAVING, run_until
+from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.cli import main
+from titanlite.runtime.bucket import place
+from titanlite.runtime.store import exists, list_folder
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(run_until, [*SAVING, "--training.steps=2"], str(folder), world=2)
+    return folder
+
+
+@pytest.fixture
+def tool(capsys):
+    def call(*words: object) -> tuple[int, str]:
+        code = main(["checkpoint", *map(str, words)])
+        return code, "".join(capsys.readouterr())
+
+    return call
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
+    saved, tool, url, tmp_path, proxy
+):
+    code, out = tool("cp", saved, url)
+    assert code == 0 and f"is now in {url}/step-2" in out
+    assert proxy.log[-1][0] == "PUT" and proxy.log[-1][1].endswith(f"step-2/{MANIFEST}")
+    assert tool("cp", saved / "checkpoint/step-1", url)[0] == 0
+    assert tool("verify", url) == (0, f"{url}/step-1: verified\n{url}/step-2: verified\n")
+    code, out = tool("ls", url)
+    assert code == 0 and out.count("complete") == 2 and "s ago" in out
+    code, out = tool("show", url)
+    assert code == 0 and out.startswith(f"{url}/step-2: step 2")
+    assert tool("cp", url, tmp_path)[0] == 0
+    assert contents(tmp_path / "step-2") == contents(saved / "checkpoint/step-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_committed_step_is_never_written_into(saved, tool, url, tmp_path):
+    assert tool("cp", saved, url)[0] == 0
+    assert tool("cp", saved, url) == (
+        2,
+        f"titanlite: {url}/step-2 exists; name another folder\n",
+    )
+
+
+def test_a_copy_that_fails_leaves_no_step(saved, tool, url, proxy):
+    proxy.rule = lambda method, path: (
+        {"status": 403} if method == "PUT" and path.endswith(MANIFEST) else None
+    )
+    code, out = tool("cp", saved, url)
+    assert code == 2 and "the credentials do not allow this" in out
+    proxy.rule = lambda method, path: None
+    assert list_folder(place(f"{url}/step-2")) and not exists(place(f"{url}/step-2/{MANIFEST}"))
+    assert tool("verify", url)[0] == 1
+    assert tool("cp", saved, url)[0] == 0
+    assert tool("verify", url)[0] == 0
+
+
+def test_a_damaged_checkpoint_is_not_copied_in_either_direction(saved, tool, url, proxy, tmp_path):
+    shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
+    file = next((tmp_path / "step-2").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, out = tool("cp", tmp_path, url)
+    assert code == 2 and f"{file}: " in out
+    assert not exists(place(f"{url}/step-2/{MANIFEST}"))
+
+    assert tool("cp", saved, url)[0] == 0
+    proxy.rule = lambda method, path: (
+        {"flip": 99} if method == "GET" and path.endswith(f"step-2/{file.name}") else None
+    )
+    code, out = tool("cp", url, tmp_path / "back")
+    assert code == 2 and f"{url}/step-2/{file.name}: " in out
+    assert not [*(tmp_path / "back").iterdir()]
+    code, out = tool("verify", url)
+    assert code == 1 and f"{url}/step-2/{file.name}: checksum mismatch" in out
+
+
+def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, proxy):
+    assert tool("cp", saved, url)[0] == 0
+    code, out = tool("rm", f"{url}/step-2")
+    assert code == 2 and "--force" in out
+    assert tool("cp", saved / "checkpoint/step-1", url)[0] == 0
+    proxy.log.clear()
+    assert tool("rm", f"{url}/step-1") == (0, f"removed {url}/step-1\n")
+    after = [path for method, path in proxy.log if method == "POST" or method == "DELETE"]
+    assert after and list_folder(place(url)).keys() == {"step-2"}
+
+
+@pytest.mark.parametrize("words", [("diff", "URL", "URL"), ("export", "URL", "out")])
+def test_verbs_that_read_tensors_name_the_copy_that_they_need(tool, words):
+    code, out = tool(*[word.replace("URL", "s3://bucket/run") for word in words])
+    assert code == 2 and "titanlite checkpoint cp s3://bucket/run FOLDER" in out

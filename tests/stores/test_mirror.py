@@ -1,0 +1,172 @@
+"""checkpoint.mirror: a run that lost its folder goes on from there bit for bit, and no fault of the
+store stops training or brings a step that is not whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.saved import SAVING, run_until, steps_in
+from tests.checkpoint.test_resume import logged
+from tests.stores.server import credentials
+from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
+from titanlite.runtime import bucket
+from titanlite.runtime.bucket import place
+from titanlite.runtime.store import list_folder, read
+from titanlite.verify.pool import RankFailed
+
+TO = "--training.steps={}".format
+NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
+
+
+def run_at(port: int, argv: list[str], folder: str) -> dict[str, Any]:
+    """Train on a rank, with s3:// at a server's port."""
+    os.environ |= credentials(port)
+    bucket._PATIENCE_SECONDS = 1
+    bucket._open.cache_clear()
+    return run_until(argv, folder)
+
+
+@pytest.fixture(scope="module")
+def straight(pool, tmp_path_factory) -> tuple[Path, Any]:
+    """An undisturbed run of 6 steps, without a mirror."""
+    folder = tmp_path_factory.mktemp("straight")
+    ranks = pool.run(run_until, [*SAVING, TO(6)], str(folder), world=2)
+    return folder, [rank["state"] for rank in ranks]
+
+
+@pytest.fixture
+def train(pool, proxy, url, tmp_path):
+    """Trains to a step on two ranks, with the mirror `url`, in the folder tmp_path / "run"."""
+
+    def train(steps: int, *more: str) -> tuple[list[Any], int, str]:
+        argv = [*SAVING, f"--checkpoint.mirror={url}", TO(steps), *more]
+        ranks = pool.run(run_at, proxy.port, argv, str(tmp_path / "run"), world=2)
+        return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
+
+    return train
+
+
+def whole_steps(url: str) -> list[int]:
+    """Return the steps of a place, every byte read."""
+    root, whole = place(url), []
+    for step in committed(root):
+        folder = step_folder(root, step)
+        if MANIFEST in list_folder(folder):
+            manifest = read_manifest(folder)
+            assert not faults(folder, manifest, manifest.files)
+            whole.append(step)
+    return whole
+
+
+def test_a_run_that_lost_its_folder_goes_on_from_the_mirror_in_the_same_bits(
+    train, straight, url, tmp_path
+):
+    train(4)
+    assert whole_steps(url)[-1] == 4
+    shutil.rmtree(tmp_path / "run")
+    state, begun, log = train(6)
+    assert begun == 4 and f"fetched step 4 from {url}" in log
+    assert state == straight[1]
+    assert logged(tmp_path / "run") == logged(straight[0])
+    assert whole_steps(url)[-1] == 6
+    assert {"metrics.jsonl", "config.toml", "latest"} <= list_folder(place(url)).keys()
+
+
+@pytest.mark.long
+def test_a_flipped_byte_in_the_mirror_is_named_and_the_step_before_is_resumed(
+    train, straight, url, tmp_path
+):
+    train(2)
+    train(4)
+    file: Any = next(
+        path for path in place(f"{url}/step-4").iterdir() if path.name.endswith(".safetensors")
+    )
+    content = bytearray(read(file))
+    content[-1] ^= 1
+    file.bucket.put(file.key, [bytes(content)], len(content))
+    shutil.rmtree(tmp_path / "run")
+    state, begun, log = train(6)
+    assert begun < 4 and f"skipping checkpoint: {file}" in log
+    assert "later checkpoints (4) are now set aside" in log
+    assert state == straight[1]
+    assert 6 in whole_steps(url)
+
+
+@pytest.mark.long
+def test_a_mirror_that_fails_is_a_warning_with_its_lag_and_is_made_up_for_later(
+    train, proxy, url, tmp_path
+):
+    train(2)
+    proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
+    _, _, log = train(4)
+    assert "step 4 failed on rank 0" in log and "2 steps behind; training continues" in log
+    proxy.rule = lambda method, path: None
+    assert whole_steps(url)[-1] == 2
+    _, begun, log = train(4)
+    assert begun == 4
+    train(5)
+    assert 5 in whole_steps(url)
+    assert steps_in(tmp_path / "run")[-1] == "step-5"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [{"status": 503}, {"lose": True}, {"cut": 9}])
+def test_faults_on_the_way_cost_no_step(train, proxy, url, fault):
+    met = set()
+
+    def once(method: str, path: str) -> Any:
+        return None if (method, path) in met or met.add((method, path)) else fault
+
+    proxy.rule = once
+    train(3)
+    proxy.rule = lambda method, path: None
+    assert whole_steps(url)[-1] == 3 and len(met) > 10
+
+
+@pytest.mark.long
+def test_without_an_answer_a_run_goes_on_only_if_its_folder_has_a_step(train, proxy, tmp_path):
+    train(2)
+    proxy.rule = lambda method, path: {"status": 503}
+    _, begun, log = train(3)
+    assert begun == 2 and "going on from the folder" in log
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RankFailed, match="checkpoint.mirror s3://bucket"):
+        train(4)
+
+
+@pytest.mark.long
+def test_an_empty_list_is_not_believed(train, proxy, tmp_path):
+    train(2)
+    shutil.rmtree(tmp_path / "run")
+    proxy.rule = lambda method, path: (
+        {"status": 200, "text": NOTHING} if "list-type" in path else None
+    )
+    with pytest.raises(RankFailed, match="it lists nothing, but has step-2"):
+        train(4)
+
+
+@pytest.mark.long
+def test_the_mirror_keeps_as_many_steps_as_it_is_told(train, url):
+    for steps in (2, 3, 5):
+        train(steps, "--checkpoint.mirror_keep_latest_k=1", "--checkpoint.keep_every=2")
+    assert [step for step in whole_steps(url) if step % 2] == [5]
+    assert 2 in whole_steps(url)
+
+
+@pytest.mark.long
+def test_a_rewind_sets_later_steps_aside_and_the_new_ones_take_their_names(
+    train, straight, url, tmp_path
+):
+    train(2)
+    train(4)
+    shutil.rmtree(tmp_path / "run")
+    state, begun, log = train(6, "--checkpoint.load_step=2", "--checkpoint.interval=6")
+    assert begun == 2 and "later checkpoints (4) are now set aside" in log.replace("3, 4", "4")
+    assert state == straight[1]
+    assert [step for step in whole_steps(url) if step > 2] == [6]

@@ -1,0 +1,313 @@
+"""Object stores, by obstore: `place` returns for a URL what a Path is for a folder, as far as
+checkpoints need one.
+
+A stored object is whole or not there; there is no rename, and a folder exists while something is in
+it. Every request is bounded in time. No fork may use a store: the child would hang, and its
+parent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import uuid4
+
+from titanlite.errors import FAILED, OK, UserError, print_notice
+
+LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER"
+_PATIENCE_SECONDS: float = 60
+_TIMEOUT = "30s"  # of one request; shorter than the time of retries, or a stall is never retried
+_PART = 16 << 20
+_MOST_PARTS = 9_000  # stores take 10,000
+_PARALLEL = 4
+_SLOWEST = 2 << 20  # bytes a second, below which an upload is given up
+
+
+class BucketError(UserError):
+    """A request that a store refused."""
+
+
+class Unreachable(BucketError):
+    """A request that a store did not answer, which is no mistake of the user."""
+
+    code = FAILED
+
+
+class Bucket:
+    """A bucket or container, such as s3://NAME, in the process that opened it."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        """Find the credentials; nothing is asked of the store yet."""
+        self.url = url
+        try:
+            from obstore.store import from_url
+        except ImportError:
+            raise BucketError(f'{url}: pip install "titanlite[remote]" for object stores') from None
+        options = _OPTIONS[url.partition(":")[0]](url)
+        second = timedelta(seconds=1)
+        backoff = {"init_backoff": 0.2 * second, "max_backoff": 2 * second, "base": 2}
+        # Time is the limit: a count would give up on a busy store after a second.
+        retry = {"max_retries": 1000, "retry_timeout": patience * second, "backoff": backoff}
+        with self._explained():
+            self._store: Any = from_url(
+                url,
+                client_options={"timeout": _TIMEOUT, "connect_timeout": "3s", "allow_http": True},
+                retry_config=retry,
+                **options,
+            )
+        self._pid = os.getpid()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except BaseError as error:
+            raise _explain(self.url, error) from None
+        except FileNotFoundError as error:  # also of a file that is sent, or of the bucket
+            if any(mark in str(error) for mark in _NO_BUCKET):
+                raise _explain(self.url, error) from None
+            raise
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call a function of obstore on the store."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{self.url} was opened before a fork, and would hang: use spawn")
+        import obstore
+
+        with self._explained():
+            return getattr(obstore, name)(self._store, *arguments, **options)
+
+    def put(self, key: str, blocks: Iterable[bytes], size: int) -> None:
+        """Store an object of about this size from blocks, none of which may change later."""
+
+        import asyncio  # late: most processes use no store
+
+        part = max(_PART, size // _MOST_PARTS)
+        content = blocks if size > part else b"".join(blocks)  # one request instead of three
+        options = {"chunk_size": part, "max_concurrency": _PARALLEL}
+        limit = 2 * _PATIENCE_SECONDS + size / _SLOWEST
+
+        async def put() -> None:
+            await asyncio.wait_for(self.call("put_async", key, content, **options), limit)
+
+        with self._explained():
+            try:
+                asyncio.run(put())
+            except (TimeoutError, asyncio.TimeoutError):
+                raise Unreachable(f"{self.url}/{key}: {size:,} bytes took too long") from None
+
+    def blocks(self, key: str) -> Iterator[bytes]:
+        """Yield the content of an object."""
+        with self._explained():
+            yield from self.call("get", key).stream(min_chunk_size=1 << 20)
+
+
+@dataclass(frozen=True)
+class BucketPath:
+    """A place in a bucket, with those methods of Path that checkpoints call."""
+
+    bucket: Bucket
+    key: str
+    entry: Any = field(default=None, compare=False)
+    """What a list says of an object."""
+
+    def __str__(self) -> str:
+        return f"{self.bucket.url}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: str) -> BucketPath:
+        return BucketPath(self.bucket, f"{self.key}/{name}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> BucketPath:
+        return BucketPath(self.bucket, self.key.rpartition("/")[0])
+
+    def iterdir(self) -> Iterator[BucketPath]:
+        found = self.bucket.call("list_with_delimiter", self.key)
+        for key in found["common_prefixes"]:
+            yield BucketPath(self.bucket, key)
+        for entry in found["objects"]:
+            yield BucketPath(self.bucket, entry["path"], entry)
+
+    def is_dir(self) -> bool:
+        return self.entry is None and any(self.iterdir())
+
+    def is_file(self) -> bool:
+        try:
+            return bool(self.key and self.stat())
+        except FileNotFoundError:
+            return False
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def glob(self, pattern: str) -> list[BucketPath]:
+        return []
+
+    def stat(self) -> Any:
+        entry = self.entry or self.bucket.call("head", self.key)
+        return SimpleNamespace(st_size=entry["size"], st_mtime=entry["last_modified"].timestamp())
+
+    def read_bytes(self) -> bytes:
+        return b"".join(self.bucket.blocks(self.key))
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        with suppress(FileNotFoundError):  # az and gs say so, s3 does not
+            self.bucket.call("delete", self.key)
+
+
+def place(text: str, patience: float = 0) -> Path:
+    """Return a folder, or a place in a bucket with the methods of one."""
+    scheme, is_url, rest = text.partition("://")
+    if not is_url:
+        return Path(text)
+    name, _, key = rest.partition("/")
+    if scheme not in _OPTIONS or not name or "//" in rest:
+        raise BucketError(f"{text}: legal: {LEGAL_URLS}")
+    return cast(
+        Path, BucketPath(_open(f"{scheme}://{name}", patience or _PATIENCE_SECONDS), key.strip("/"))
+    )
+
+
+@cache
+def _open(url: str, patience: float) -> Bucket:
+    return Bucket(url, patience)
+
+
+def local_folder(text: str) -> Path:
+    """Return a folder; raise for a URL."""
+    if "://" in text:
+        raise UserError(f"{text}: must be a folder here; titanlite checkpoint cp {text} FOLDER")
+    return Path(text)
+
+
+def is_remote(path: object) -> bool:
+    return isinstance(path, BucketPath)
+
+
+def _s3_options(url: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if "AWS_CHECKSUM_ALGORITHM" not in os.environ:  # the store checks what arrives
+        options["checksum_algorithm"] = "CRC64NVME"
+    secret = _has("AWS_SECRET_ACCESS_KEY")
+    if _has("AWS_ACCESS_KEY_ID") != secret:
+        raise BucketError(f"{url}: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together")
+    # Only where the environment names it is a role's address asked: it may be silent for minutes.
+    names = "WEB_IDENTITY_TOKEN_FILE CONTAINER_CREDENTIALS_RELATIVE_URI".split()
+    is_role = _has(*[f"AWS_{name}" for name in names], "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+    if not secret and not is_role and os.environ.get("AWS_EC2_METADATA_DISABLED") != "false":
+        options["credential_provider"] = _profile(url)
+    elif not _has("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        raise BucketError(f"{url}: AWS_REGION is not set")
+    return options
+
+
+def _profile(url: str) -> Any:
+    """Return the credentials of boto3's files and profiles."""
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider()
+    except Exception as error:  # boto3 is missing, or has none
+        raise BucketError(
+            f"{url}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            f"or AWS_PROFILE with boto3 ({error}); "
+            "AWS_EC2_METADATA_DISABLED=false asks for the machine's role"
+        ) from None
+
+
+def _gs_options(url: str) -> dict[str, Any]:
+    files = Path.home() / ".config/gcloud/application_default_credentials.json"
+    names = "APPLICATION_CREDENTIALS SERVICE_ACCOUNT SERVICE_ACCOUNT_KEY BEARER_TOKEN".split()
+    if not (_has(*[f"GOOGLE_{name}" for name in names], "GCE_METADATA_HOST") or files.exists()):
+        raise BucketError(
+            f"{url}: no credentials: set GOOGLE_APPLICATION_CREDENTIALS; "
+            "GCE_METADATA_HOST asks for the machine's account"
+        )
+    return {}
+
+
+def _az_options(url: str) -> dict[str, Any]:
+    names = "STORAGE_ACCOUNT_KEY STORAGE_SAS_KEY STORAGE_TOKEN CLIENT_ID".split()
+    keys = _has(*[f"AZURE_{name}" for name in names], "IDENTITY_ENDPOINT")
+    if not (keys and _has("AZURE_STORAGE_ACCOUNT_NAME")):
+        raise BucketError(
+            f"{url}: set AZURE_STORAGE_ACCOUNT_NAME, and _ACCOUNT_KEY or another credential"
+        )
+    return {}
+
+
+_OPTIONS = {"s3": _s3_options, "gs": _gs_options, "az": _az_options}
+
+
+def _has(*names: str) -> bool:
+    return any(os.environ.get(name) for name in names)
+
+
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_CAUSES = {
+    **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
+    "PermissionDenied": "the credentials do not allow this (or are wrong)",
+    "Unauthenticated": "the credentials were not accepted",
+    "ExpiredToken": "the credentials have expired",
+    "redirect": "another region has the bucket: set AWS_REGION",
+    "dns error": "the host is unknown",
+    "refused": "nobody listens there",
+    "kind: Timeout": "no answer in time",
+    "SlowDown": "the store is too busy",
+}
+_NO_ANSWER = ("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5")
+
+
+def _explain(url: str, error: Exception) -> BucketError:
+    """Return an error of obstore as one line with its cause."""
+    text = f"{type(error).__name__} {error}"
+    code = text.partition("<Code>")[2].partition("</Code>")[0]
+    causes = [why for mark, why in _CAUSES.items() if mark in text]
+    causes.append(str(error).partition("\n")[0].rpartition(" - ")[2])
+    kind = Unreachable if any(mark in text for mark in _NO_ANSWER) else BucketError
+    return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
+
+
+def check(url: str, patience: float = 5) -> None:
+    """Raise unless this process may list, write and delete there."""
+    root: Any = place(url, patience)
+    probe = root / f".probe-{uuid4().hex}"
+    what = "list"
+    try:
+        root.is_dir()
+        what = "write"
+        probe.bucket.put(probe.key, [b"titanlite"], 0)
+        what = "delete"
+        probe.unlink()
+    except BucketError as error:
+        error.why += f" (asked to {what})"
+        raise
+
+
+def main(url: str) -> int:
+    """Check a store in a process of its own, since a launcher forks."""
+    try:
+        check(url)
+    except BucketError as error:
+        print_notice(str(error))
+        return error.code
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
