@@ -1,0 +1,137 @@
+"""The real command with a mirror: killed and robbed of its folder, stopped beside a slow store, and
+refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TINY, job
+from tests.launch.run import descendants, finish, records, start
+from tests.stores.server import credentials
+from titanlite.checkpoint.load import load_tensors
+from titanlite.config.load import ConfigError
+from titanlite.errors import UserError
+from titanlite.launch.preflight import _check_mirror
+from titanlite.runtime.bucket import place
+from titanlite.runtime.store import list_folder
+
+STEPS = 120
+ARGV = [
+    *TINY,
+    "--checkpoint.enable",
+    "--checkpoint.interval=10",
+    "--checkpoint.async_mode=async",
+    "--metrics.log_freq=1",
+    f"--training.steps={STEPS}",
+    "--debug.seed=1",
+]
+
+
+def until(process, file: Path, least: int) -> None:
+    """Wait until a file has a number that is large enough."""
+    deadline = time.monotonic() + 90
+    while not file.exists() or int(file.read_text()) < least:
+        assert time.monotonic() < deadline and process.poll() is None, finish(process)
+        time.sleep(0.02)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(each["step"], each["loss"]) for each in records(folder) if "loss" in each]
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
+    url, proxy, tmp_path
+):
+    here = {"NGPU": "2", **credentials(proxy.port)}
+    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]
+    process = start(argv, folder, **here)
+    until(process, folder / "checkpoint/mirrored", 30)
+    for pid in [process.pid, *descendants(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(folder)
+    code, out = finish(start(argv, folder, **here))
+    assert code == 0 and "fetched step" in out and f"step-{STEPS} and in {url}" in out
+    code, _ = finish(start(ARGV, tmp_path / "straight", NGPU="2"))
+    assert code == 0
+    assert losses(folder) == losses(tmp_path / "straight")
+    ours, theirs = (
+        load_tensors(run / f"checkpoint/step-{STEPS}") for run in (folder, tmp_path / "straight")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.long
+def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(url, proxy, tmp_path):
+    here = {"NGPU": "2", **credentials(proxy.port)}
+    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]
+    argv += ["--training.steps=100000", "--fault.grace_seconds=8"]
+    process = start(argv, folder, **here)
+    until(process, folder / "checkpoint/mirrored", 10)
+    proxy.rule = lambda method, path: {"rate": 2000} if method == "PUT" else None
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    last = out.strip().splitlines()[-1]
+    assert code == 75 and f"{url} is behind, at step" in last
+    proxy.rule = lambda method, path: None
+    process = start(argv, folder, **here)
+    until(process, folder / "checkpoint/mirrored", int(last.rpartition(" ")[2]) + 1)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 75 and f" and in {url}" in out.strip().splitlines()[-1]
+
+
+def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_path):
+    argv = [*TINY, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    _check_mirror(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
+    assert {method for method, _ in proxy.log} == {"GET", "PUT", "POST"}  # list, write, delete
+    with pytest.raises(UserError, match="^checkpoint.mirror: s3://nobody: there is no such bucket"):
+        _check_mirror(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["no bucket", "read only", "no key", "no answer"])
+def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
+    here = credentials(proxy.port)
+    line = "the credentials do not allow this (or are wrong) (Injected) (asked to write)"
+    if case == "no bucket":
+        url, line = "s3://nobody/run", "s3://nobody: there is no such bucket"
+    elif case == "no key":
+        here |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
+        line = "set AWS_ACCESS_KEY_ID"
+    elif case == "no answer":
+        here, line = credentials(1), "nobody listens there"
+    proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
+    argv = [*ARGV, f"--checkpoint.mirror={url}"]
+    code, out = finish(start(argv, tmp_path / "run", NGPU="1", **here))
+    assert code == 2 and "checkpoint.mirror: s3://" in out and line in out
+    assert "Traceback" not in out and not (tmp_path / "run").exists()
+    proxy.rule = lambda method, path: None
+    assert case == "no bucket" or not list_folder(place(url))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("job.dump_folder", "s3://bucket/run", "must be a folder here"),
+        ("checkpoint.folder", "s3://bucket/run", "an object store can be checkpoint.mirror so far"),
+        ("checkpoint.initial_load_path", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
+        ("training.dataset_path", "az://bucket/shards", "must be a folder here"),
+        ("checkpoint.mirror", "hf://buckets/me/run", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
+        ("checkpoint.mirror", "/folder", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
+        ("checkpoint.mirror", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(key, value, line):
+    with pytest.raises(ConfigError) as caught:
+        job([*TINY, "--checkpoint.enable", f"--{key}={value}"], world=1)
+    assert f'{key} = "{value}"' in str(caught.value) and line in str(caught.value)
