@@ -7,6 +7,11 @@ import json
 import pytest
 
 from tests.gpu.conftest import only_with_compile
+from tests.gpu.fake_gpu import OPTIONS
+from tests.gpu.test_memory import BLAS, MIB, SIZE, peaks
+from titanlite.config.job import job_from
+from titanlite.config.load import parse_command_line
+from titanlite.planner.depth import plan_step
 
 STEPS = (
     "--compile.enable --training.steps=3 --training.seq_len=256 --training.local_batch_size=2 "
@@ -43,3 +48,30 @@ def test_a_step_compiles_for_a_gpu_and_its_kernels_are_launched(train_on_gpus, t
         compiled[facts["name"]] = facts["target"]["arch"]
     assert of_triton and of_triton <= compiled.keys(), of_triton - compiled.keys()
     assert {*compiled.values()} == {90}
+
+
+PLANNED = {
+    "nothing recomputed": (1, ""),
+    "recomputed by operation": (2, "--activation_checkpoint.mode=selective"),
+    "recomputed": (2, "--activation_checkpoint.mode=full"),
+    "a memory budget": (1, "--activation_checkpoint.mode=memory_budget"),
+    "the blocks alone": (1, "--compile.components=['model']"),
+    "loss in chunks": (1, "--training.loss_chunks=4"),
+    "tensor parallel": (2, "--parallelism.tensor_parallel_degree=2"),
+    "context parallel": (2, "--parallelism.context_parallel_degree=2"),
+    "float8": (1, FLOAT8),
+}
+
+
+@only_with_compile
+@pytest.mark.parametrize("row", PLANNED)
+def test_the_planned_peak_of_a_compiled_step_is_that_of_the_allocator(train_on_gpus, tmp_path, row):
+    gpus, options = PLANNED[row]
+    argv = [*SIZE, "--compile.enable", *options.split()]
+    line = parse_command_line([*OPTIONS, *argv], {})
+    planned = plan_step(job_from(line, world=gpus, training=True, device="cuda")).peak
+    ran = train_on_gpus(tmp_path, gpus, argv, seconds=1200)
+    assert ran.code == 0, ran.out
+    for trace in ran.traces:
+        allocated, _ = peaks(trace)
+        assert abs(allocated - BLAS - planned) < MIB

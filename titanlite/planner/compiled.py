@@ -17,6 +17,8 @@ from titanlite.planner.counting import FLOPS, Counting
 from titanlite.planner.torch_private import graph_backend, is_operation
 
 _compile = torch.compile
+_SCATTERS = torch.ops.aten.scatter_add, torch.ops.aten.index_put
+"""Fused kernels add to a result in memory; a plain scatter has none."""
 
 
 def compile_without_code(
@@ -52,7 +54,10 @@ class _Fused(fx.Interpreter):
             return super().run_node(n)
         self._read.append(arguments)
         with counting.hide():
-            return super().run_node(n)
+            result = super().run_node(n)
+        if is_operation(n.target) and n.target.overloadpacket in _SCATTERS:
+            counting.see(result)
+        return result
 
 
 def _is_kernel(target: Any) -> bool:
