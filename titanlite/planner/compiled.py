@@ -55,7 +55,7 @@ class _Fused(fx.Interpreter):
         self._read.append(arguments)
         with counting.hide():
             result = super().run_node(n)
-        if is_operation(n.target) and n.target.overloadpacket in _SCATTERS:
+        if getattr(n.target, "overloadpacket", None) in _SCATTERS:
             counting.see(result)
         return result
 
