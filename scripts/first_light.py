@@ -210,8 +210,8 @@ def techniques(gpus: int) -> dict[str, list[str]]:
     """Return the options of each timed row."""
     by_operation = "--activation_checkpoint.mode=selective"
     experts = (
-        "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.n_layers=4 "
-        "--training.seq_len=1024"
+        "--model.name=qwen3 --model.flavor=30B-A3B --model.overrides.n_layers=2 "
+        "--training.seq_len=4096 --training.local_batch_size=2"
     )
     found = {
         "compiled": "--activation_checkpoint.mode=none",

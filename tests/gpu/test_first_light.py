@@ -101,5 +101,5 @@ def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, gpus
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_all_rows_run_on_fake_gpus(fake_gpus, tmp_path, gpus):
     rows = run_on(fake_gpus, tmp_path, gpus, "")
-    assert len(rows) == (13 if gpus == 1 else 17)
+    assert len(rows) == (14 if gpus == 1 else 18)
     judge(rows, tmp_path)
