@@ -90,6 +90,15 @@ def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(url, pr
     assert code == 75 and f" and in {url}" in out.strip().splitlines()[-1]
 
 
+@pytest.mark.long
+def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, proxy, tmp_path):
+    argv = [*TINY, "--checkpoint.enable", f"--checkpoint.mirror={url}", "--training.steps=2"]
+    argv.append("--sweep=optimizer.lr=1e-3,2e-3")
+    code, out = finish(start(argv, tmp_path, NGPU="1", **credentials(proxy.port)))
+    assert code == 0 and "already at step" not in out
+    assert list_folder(place(url)).keys() == {"optimizer.lr=1e-3", "optimizer.lr=2e-3"}
+
+
 def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_path):
     argv = [*TINY, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
     _check_mirror(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.saved import SAVING, run_until, steps_in
+from tests.checkpoint.saved import SAVING, run_until
 from tests.checkpoint.test_resume import logged
+from tests.jobs import trainer
+from tests.launch.run import records
 from tests.stores.server import credentials
 from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
 from titanlite.runtime import bucket
@@ -30,6 +32,15 @@ def run_at(port: int, argv: list[str], folder: str) -> dict[str, Any]:
     bucket._PATIENCE_SECONDS = 1
     bucket._open.cache_clear()
     return run_until(argv, folder)
+
+
+def only_start(port: int, argv: list[str], folder: str) -> None:
+    """Start a run on a rank, and end it without a step."""
+    os.environ |= credentials(port)
+    bucket._open.cache_clear()
+    run = trainer(argv, folder)
+    assert run.checkpoints.mirror
+    run.checkpoints.mirror.finish(30)
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +110,8 @@ def test_a_flipped_byte_in_the_mirror_is_named_and_the_step_before_is_resumed(
 
 
 @pytest.mark.long
-def test_a_mirror_that_fails_is_a_warning_with_its_lag_and_is_made_up_for_later(
-    train, proxy, url, tmp_path
+def test_a_mirror_that_fails_is_a_warning_with_its_lag_and_the_next_start_makes_up_for_it(
+    train, pool, proxy, url, tmp_path
 ):
     train(2)
     proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
@@ -108,11 +119,38 @@ def test_a_mirror_that_fails_is_a_warning_with_its_lag_and_is_made_up_for_later(
     assert "step 4 failed on rank 0" in log and "2 steps behind; training continues" in log
     proxy.rule = lambda method, path: None
     assert whole_steps(url)[-1] == 2
-    _, begun, log = train(4)
-    assert begun == 4
+    argv = [*SAVING, f"--checkpoint.mirror={url}", TO(6)]
+    pool.run(only_start, proxy.port, argv, str(tmp_path / "run"), world=2)
+    assert whole_steps(url)[-1] == 4
+
+
+@pytest.mark.long
+def test_a_step_is_not_deleted_while_it_is_uploaded(train, proxy, url):
+    proxy.rule = lambda method, path: {"rate": 100_000} if method == "PUT" else None
+    _, _, log = train(12, "--checkpoint.keep_latest_k=1")
+    assert "failed" not in log and whole_steps(url)[-1] == 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damaged", ["step-4", "step-*"])
+def test_a_step_that_is_damaged_in_the_folder_comes_from_the_mirror(
+    train, straight, url, tmp_path, damaged
+):
+    train(4)
+    for file in (tmp_path / "run/checkpoint").glob(f"{damaged}/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    state, begun, log = train(6)
+    assert begun == 4 and "checksum mismatch" in log and "fetched step 4" in log
+    assert state == straight[1]
+
+
+@pytest.mark.long
+def test_the_lag_is_in_the_metrics_of_the_saves(train, proxy, tmp_path):
+    train(1)
+    proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
     train(5)
-    assert 5 in whole_steps(url)
-    assert steps_in(tmp_path / "run")[-1] == "step-5"
+    lags = [each.get("mirror_steps_behind") for each in records(tmp_path / "run")]
+    assert max(lag for lag in lags if lag is not None) >= 2
 
 
 @pytest.mark.long

@@ -107,12 +107,14 @@ def _sweep(argv: list[str], setting: str) -> int:
     key, _, values = setting.partition("=")
     if not values:
         raise UserError(f"--sweep {setting}: give values, as in optimizer.lr=1e-3,4e-3")
-    dump = load(parse_command_line(argv, os.environ)).config.job.dump_folder
+    config = load(parse_command_line(argv, os.environ)).config
     runs = []
     for value in values.split(","):
         own = f"{key}={value}"
-        folder = Path(dump, own.replace("/", "_"))
-        runs.append([*argv, f"--{own}", f"--job.dump_folder={folder}"])
+        name = own.replace("/", "_")
+        runs.append([*argv, f"--{own}", f"--job.dump_folder={Path(config.job.dump_folder, name)}"])
+        if mirror := config.checkpoint.mirror:
+            runs[-1].append(f"--checkpoint.mirror={mirror}/{name}")
         find_job(load(parse_command_line(runs[-1], os.environ)), os.environ)
     worst = OK
     for words in runs:

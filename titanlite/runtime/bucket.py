@@ -199,7 +199,8 @@ def is_remote(path: object) -> bool:
 
 
 def _s3_options(url: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
+    options: dict[str, Any] = {"unsigned_payload": not plain}  # TLS protects it, at no cost
     if "AWS_CHECKSUM_ALGORITHM" not in os.environ:  # the store checks what arrives
         options["checksum_algorithm"] = "CRC64NVME"
     secret = _has("AWS_SECRET_ACCESS_KEY")
@@ -261,7 +262,9 @@ def _has(*names: str) -> bool:
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _CAUSES = {
     **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
-    "PermissionDenied": "the credentials do not allow this (or are wrong)",
+    **dict.fromkeys(
+        ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
+    ),
     "Unauthenticated": "the credentials were not accepted",
     "ExpiredToken": "the credentials have expired",
     "redirect": "another region has the bucket: set AWS_REGION",
