@@ -47,12 +47,12 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 194_610}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 194_640}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
-not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 860, the
+not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 890, the
 planner 4,330 (3,000; 1,600 for pipelines, 580 for compiled blocks), the first hour 2,000 (2,000:
 `init` 480, `top` to `--sweep` 1,520), and scale 4,100, which is 3,100 above its allowance.
 models and data that people bring: 3,530 of 3,000, for transformers' classes and formats of data

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,8 @@ class Pool:
             context = get_context("spawn")
         else:
             context.set_forkserver_preload(self._preload)
+        # Compiling asks for all GPUs that it sees, and fails in a fork.
+        hidden = {} if self.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
@@ -153,7 +156,8 @@ class Pool:
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
             )
-            process.start()
+            with patch.dict(os.environ, hidden):
+                process.start()
             rank_connection.close()
             self._processes.append(process)
             self._connections.append(connection)
