@@ -19,6 +19,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 BUCKET = "bucket"
+NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
+"""The answer to a list of an empty folder."""
 Fault = dict[str, Any]
 
 

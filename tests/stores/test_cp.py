@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.saved import SAVING, run_until
-from titanlite.checkpoint.manifest import MANIFEST
+from tests.stores.server import NOTHING
+from titanlite.checkpoint import transfer
+from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest
 from titanlite.cli import main
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import exists, list_folder
@@ -93,6 +95,30 @@ def test_a_damaged_checkpoint_is_not_copied_in_either_direction(saved, tool, url
     assert not [*(tmp_path / "back").iterdir()]
     code, out = tool("verify", url)
     assert code == 1 and f"{url}/step-2/{file.name}: checksum mismatch" in out
+
+
+def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, url, tmp_path):
+    shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
+    source, target = tmp_path / "step-2", place(f"{url}/step-2")
+    transfer.begin(source, target)
+    transfer.copy_files(source, target, read_manifest(source).files)
+    source.rename(tmp_path / "archived")
+    with pytest.raises(CorruptCheckpoint):
+        transfer.end(source, target)
+    assert MANIFEST not in list_folder(target)
+
+
+def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy):
+    assert tool("cp", saved, url)[0] == 0
+    asked = []
+    proxy.rule = lambda method, path: (
+        {"status": 200, "text": NOTHING}
+        if "list-type" in path and "step-2" in path and (asked.append(path) or len(asked) > 1)
+        else None
+    )
+    assert transfer.remove_leftovers(place(url)) == []
+    proxy.rule = lambda method, path: None
+    assert tool("verify", url)[0] == 0
 
 
 def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, proxy):

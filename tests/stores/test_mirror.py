@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.saved import SAVING, run_until
+from tests.checkpoint.saved import SAVING, keeping_log, run_until
 from tests.checkpoint.test_resume import logged
 from tests.jobs import trainer
 from tests.launch.run import records
-from tests.stores.server import credentials
+from tests.stores.server import NOTHING, credentials
 from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
@@ -23,7 +23,6 @@ from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
 
 TO = "--training.steps={}".format
-NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
 
 
 def run_at(port: int, argv: list[str], folder: str) -> dict[str, Any]:
@@ -34,13 +33,15 @@ def run_at(port: int, argv: list[str], folder: str) -> dict[str, Any]:
     return run_until(argv, folder)
 
 
-def only_start(port: int, argv: list[str], folder: str) -> None:
-    """Start a run on a rank, and end it without a step."""
+def only_start(port: int, argv: list[str], folder: str) -> list[str]:
+    """Start a run on a rank, and end it without a step; return the log."""
     os.environ |= credentials(port)
     bucket._open.cache_clear()
-    run = trainer(argv, folder)
+    log, lines = keeping_log()
+    run = trainer(argv, folder, log)
     assert run.checkpoints.mirror
     run.checkpoints.mirror.finish(30)
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,11 @@ def train(pool, proxy, url, tmp_path):
         return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
 
     return train
+
+
+def put(url: str, name: str, content: bytes) -> None:
+    path: Any = place(f"{url}/{name}")
+    path.bucket.put(path.key, [content], len(content))
 
 
 def whole_steps(url: str) -> list[int]:
@@ -100,7 +106,7 @@ def test_a_flipped_byte_in_the_mirror_is_named_and_the_step_before_is_resumed(
     )
     content = bytearray(read(file))
     content[-1] ^= 1
-    file.bucket.put(file.key, [bytes(content)], len(content))
+    put(url, f"step-4/{file.name}", bytes(content))
     shutil.rmtree(tmp_path / "run")
     state, begun, log = train(6)
     assert begun < 4 and f"skipping checkpoint: {file}" in log
@@ -119,9 +125,13 @@ def test_a_mirror_that_fails_is_a_warning_with_its_lag_and_the_next_start_makes_
     assert "step 4 failed on rank 0" in log and "2 steps behind; training continues" in log
     proxy.rule = lambda method, path: None
     assert whole_steps(url)[-1] == 2
+    put(url, "step-3/rank-0.safetensors", b"begun by a killed run")
+    proxy.rule = lambda method, path: {"rate": 100_000} if method == "PUT" else None
     argv = [*SAVING, f"--checkpoint.mirror={url}", TO(6)]
-    pool.run(only_start, proxy.port, argv, str(tmp_path / "run"), world=2)
-    assert whole_steps(url)[-1] == 4
+    log, _ = pool.run(only_start, proxy.port, argv, str(tmp_path / "run"), world=2)
+    assert whole_steps(url)[-1] == 4 and "step-3" not in list_folder(place(url))
+    assert any("removed unfinished uploads: step-3" in line for line in log)
+    assert not any("behind" in line for line in log)
 
 
 @pytest.mark.long

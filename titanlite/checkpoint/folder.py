@@ -101,8 +101,6 @@ class CheckpointFolder:
 
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, move later checkpoints, damaged or from before a rewind, out of the folder."""
-        if self.mirror:
-            self.mirror.set_aside(step)
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return

@@ -72,10 +72,11 @@ class Mirror:
         self.group = group
         self._rank = rank_in(group)
         self._current = 0
+        self._changing = threading.Lock()
         self.newest = 0
         """The last step that was handed over."""
         self.step = 0
-        """The last step that is in the mirror, as rank 0 knows."""
+        """The last step that is in the mirror; on rank 0 another thread may take it back."""
         self._rounds: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
@@ -199,7 +200,8 @@ class Mirror:
                     if self._mirror(step):
                         took = time.monotonic() - began
                         self._log.info(f"mirrored step {step} in {took:.2f} s")
-                    self.step = step
+                    if self._rank:
+                        self.step = step
             except UserError as error:
                 lag = f"the mirror is {self.behind} steps behind"
                 self._log.warning(f"{error}; {lag}; training continues")
@@ -213,15 +215,20 @@ class Mirror:
         source, target = step_folder(self._local, step), step_folder(self.root, step)
 
         def begin() -> bool:
-            is_there = self._rank == 0 and transfer.begin(source, target)
+            if self._rank:
+                return False
+            if names := transfer.remove_leftovers(self.root):
+                self._log.info(f"{self.root}: removed unfinished uploads: {', '.join(names)}")
+            is_there = transfer.begin(source, target)
             if is_there:
                 self._note(step)
             return is_there
 
         def end() -> None:
-            transfer.end(source, target)
+            with self._changing:
+                transfer.end(source, target)
+                self._note(step)
             store.copy(self._local / _LATEST, self.root / _LATEST)
-            self._note(step)
             self._copy_records()
             keep = self._settings.mirror_keep_latest_k, self._settings.keep_every
             for old in steps_to_delete(self.root, *keep):
@@ -241,19 +248,20 @@ class Mirror:
                 store.copy(self._outer / name, self.root / name)
 
     def _note(self, step: int) -> None:
-        """Write down for the launcher which step the mirror has."""
+        """Write down, for the launcher too, which step the mirror has."""
+        self.step = step
         with store.whole_file(self._local / MIRRORED) as file:
             file.write(f"{step}\n".encode())
 
     def set_aside(self, after: int) -> None:
         """On rank 0, hide later steps, damaged or from before a rewind; warn where it fails."""
-        self.step = min(self.step, after)
         try:
-            if steps := transfer.set_aside(self.root, after):
+            with self._changing:
+                self.step = min(self.step, after)
+                steps = transfer.set_aside(self.root, after)
+            if steps:
                 shown = ", ".join(map(str, steps))
                 self._log.info(f"{self.root}: later checkpoints ({shown}) are now set aside")
-            if names := transfer.remove_leftovers(self.root):
-                self._log.info(f"{self.root}: removed unfinished uploads: {', '.join(names)}")
         except (UserError, OSError) as error:
             self._log.warning(f"checkpoint.mirror: later checkpoints are still there: {error}")
 

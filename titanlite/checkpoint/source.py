@@ -84,6 +84,8 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
+        if folder.mirror:  # after that: a step that is uploaded now is not put there any more
+            folder.mirror.set_aside(step)
         if resume.metrics and (notice := restore_metrics(folder.job.config, resume.metrics)):
             log.info(notice)
     dist.barrier(folder.group)
