@@ -97,6 +97,20 @@ def _schedule_class(stages: Stages) -> Any:
     return get_schedule_class(stages.schedule)
 
 
+def build_schedule(own: Any, stages: Stages, loss: Any = None) -> tuple[Any, list[int]]:
+    """Return torch's schedule of a rank's stages, and the number of each micro-batch by the number
+    that the schedule has for it.
+    """
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    count = stages.micro_batches
+    if stages.csv:
+        # torch takes a loss by its position among the last stage's forward passes.
+        rows, numbers = numbered_by_last_stage(stages.csv)
+        return torch_private.schedule_of_rows(own, count, rows, options), numbers
+    run = own[0] if stages.schedule in SINGLE else own
+    return _schedule_class(stages)(run, count, **options), [*range(count)]
+
+
 def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
     """Yield the actions of GPipe or 1F1B.
 
@@ -150,9 +164,9 @@ class Pipeline:
         own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
-        self.numbers = list(range(stages.micro_batches))
-        """The number of each micro-batch, by the number that torch's schedule has for it."""
-        self.schedule = self._schedule(stages)
+        self.schedule, self.numbers = build_schedule(
+            self.stages, stages, lambda loss, number: loss / self.valid_tokens
+        )
         self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
         """Parameters that another stage has as well, and counts."""
@@ -190,18 +204,6 @@ class Pipeline:
             if any(name.startswith(f"{module}.") for module in modules):
                 return stage
         raise AssertionError(f"{name} is in no stage")
-
-    def _schedule(self, stages: Stages) -> Any:
-        options: dict[str, Any] = {
-            "loss_fn": lambda loss, number: loss / self.valid_tokens,
-            "scale_grads": False,
-        }
-        if stages.csv:
-            # torch takes a loss by its position among the last stage's forward passes.
-            rows, self.numbers = numbered_by_last_stage(stages.csv)
-            return torch_private.schedule_of_rows(self.stages, stages.micro_batches, rows, options)
-        run = self.stages[0] if stages.schedule in SINGLE else self.stages
-        return _schedule_class(stages)(run, stages.micro_batches, **options)
 
     def hidden(self, sequences: int, tokens: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor like those that stages send.

@@ -8,6 +8,7 @@ reads stays until the next such kernel.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,13 +28,18 @@ def compile_without_code(
     """Return the function as the backend would run it; one that is not known, as inductor would."""
     if backend == "eager":
         return function
-    as_inductor = backend != "aot_eager"
+    return _compile(function, fullgraph=fullgraph, backend=_backend(backend != "aot_eager"))
+
+
+@cache
+def _backend(as_inductor: bool) -> Callable[..., Any]:
+    """Return the same backend for all blocks, or each would have a graph of its own."""
     runner = _Fused if as_inductor else fx.Interpreter
 
     def run(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         return runner(graph).boxed_run(inputs)
 
-    return _compile(function, fullgraph=fullgraph, backend=graph_backend(run, as_inductor))
+    return graph_backend(run, as_inductor)
 
 
 class _Fused(fx.Interpreter):

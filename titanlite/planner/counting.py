@@ -6,7 +6,7 @@ allocator's additions (rounding, fragments), buffers of communication libraries.
 the strongest of all its uses, from its start: one that becomes a gradient counts as one."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -119,7 +119,7 @@ class Counting(TorchDispatchMode):
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self._dimension = cache(partial(_dimension, layout))
-        self.phase_of_region = PHASE_OF_REGION
+        self.phase_of_region: Callable[[str], str | None] = PHASE_OF_REGION.get
         self._hidden = False
         """In DTensor's own fake computations, which are of whole tensors, and in our own looking at
         shards.
@@ -179,10 +179,13 @@ class Counting(TorchDispatchMode):
             self._end_operation()
         self.phase = phase
 
-    def begin(self, event: Event) -> None:
-        """Begin an event; changes since the last operation belong to the one before."""
+    def begin(self, event: Event | None, phase: str) -> None:
+        """Begin an event with the bytes that are alive; changes since the last operation belong to
+        the one before.
+        """
         self._end_operation()
-        self.event = event
+        self.event, self.phase = event, phase
+        self._record(Operation(phase, 0))
 
     def _end_operation(self) -> None:
         """Record the changes since the last operation, if there are any."""
@@ -215,8 +218,8 @@ class Counting(TorchDispatchMode):
         if name == "wait_tensor":
             result = args[0]  # as on real tensors; a fake one would be a new one
         results = [tensor for tensor in _tensors(result) if not is_wrapper_subclass(type(tensor))]
-        if name == "_record_function_enter_new" and args[0] in self.phase_of_region:
-            self.enter_phase(self.phase_of_region[args[0]])
+        if name == "_record_function_enter_new" and (phase := self.phase_of_region(args[0])):
+            self.enter_phase(phase)
         before = len(self._changes)
         self.see(results)
         collective = None
@@ -242,7 +245,7 @@ class Counting(TorchDispatchMode):
             awaits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
             is_fsdp = func.namespace == "c10d" and name in _FSDP
             operation = Operation(self.phase, 0, flops, dtype, moved, collective, awaits, is_fsdp)
-            self._record(operation)
+            self._record(replace(operation, name=name))
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:

@@ -6,10 +6,10 @@ aligned from their end. The shallow models have as many blocks modulo `fsdp_bloc
 the selective option. A batch of two or more samples is affine in the same way (one sample is
 another sequence of operations). Other models are rehearsed whole: flavors without n_layers, blocks
 of different shapes, patterns that name a block, optimizers that take parameters one by one or in
-runs of equal size, and whatever does not pair off; and each rank of a pipeline."""
+runs of equal size, pipelines that split the backward pass, and whatever does not pair off."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.job import Job
+from titanlite.config.stages import splits_backward
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
+from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened
 from titanlite.planner.record import KINDS, Operation, Recording
 from titanlite.planner.rehearse import Rehearsal, check_planned
 
@@ -52,49 +54,68 @@ def plan_steps(
     rehearse = partial(Rehearsal, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
     layout = jobs[0].layout
     size = layout.world // layout.pp
-    ranks = [
-        _plan_members(jobs, (first, first + size - 1), rehearse)
-        for first in range(0, layout.world, size)
-    ]
-    return [[*each] for each in zip(*ranks, strict=True)]
+    is_short = as_on_cuda and shortened(jobs[0]) != jobs[0]
+    plans, known = [], dict[Any, list[list[Recording]]]()
+    for rank in range(layout.pp):
+        kind = rank_kind(jobs[0], rank) if is_short else rank
+        if kind not in known:
+            members = rank * size, (rank + 1) * size - 1
+            known[kind] = [*_rehearse_members(jobs, members, rehearse)]
+        complete = partial(all_micro_batches, rank=rank) if is_short else _repeat_middle
+        each = (map(complete, found, jobs) for found in known[kind])
+        plans.append([*map(fullest, zip(*each, strict=True))])
+    return [[*ranks] for ranks in zip(*plans, strict=True)]
 
 
-def _plan_members(
+def _rehearse_members(
     jobs: Sequence[Job], members: Sequence[int], rehearse: Callable[..., Rehearsal]
-) -> list[Recording]:
-    """Return a step of each job on the fuller of two ranks."""
-    shallow = _shallow_jobs(jobs[0])
-    plans: list[list[Recording]] = []
+) -> Iterator[list[Recording]]:
+    """Yield a step of few micro-batches of each job, on one rank or, if these differ, on two."""
     for rank in members:
-        rehearsals = [rehearse(one, rank=rank) for one in shallow or jobs[:1]]
-        plans.append([])
-        for job in jobs:
-            recording, *deeper = (rehearsal.step(job, middle_once=True) for rehearsal in rehearsals)
-            if deeper:
-                steps = (job.shape.layers - shallow[0].shape.layers) // _period(job)
-                deep = extrapolate(recording, deeper[0], steps, _edge(job))
-                recording = deep or rehearse(job, rank=rank).step(job, middle_once=True)
-            plans[-1].append(_repeat_middle(recording, job))
-        if rehearsals[0].is_even:
+        shallow, steps = _shallow_jobs(jobs[0], rank)
+        recordings = []
+        for one in shallow:  # in turn: they share caches
+            rehearsal = rehearse(one, rank=rank)
+            variants = (replace(one, config=job.config, batch=job.batch) for job in jobs)
+            recordings.append([*map(rehearsal.step, variants)])
+        if steps:
+            deep = (
+                extrapolate(few, more, steps, _edge(jobs[0]))
+                for few, more in zip(*recordings, strict=True)
+            )
+            recordings[0] = [
+                found or rehearse(job, rank=rank).step(job)
+                for found, job in zip(deep, jobs, strict=True)
+            ]
+        yield recordings[0]
+        if rehearsal.is_even:
             break
-    return [*map(fullest, zip(*plans, strict=True))]
 
 
-def _shallow_jobs(job: Job) -> list[Job]:
-    """Return the same job with few blocks and with a period more, or nothing if it must be
-    rehearsed whole.
+def _shallow_jobs(job: Job, rank: int) -> tuple[list[Job], int]:
+    """Return the same job with few blocks and with a period more, and how many periods the first
+    lacks; only the job itself if it must be rehearsed whole.
     """
     period, layers = _period(job), job.shape.layers
-    fewest = 2 * _edge(job) + period + layers % period
-    if (
-        layers <= fewest + period
-        or job.layout.pp > 1
-        or getattr(job.model, "n_layers", 0) != layers
-        or not _is_affine(job)
-    ):
-        return []
-    flavors = [replace(job.model, n_layers=depth) for depth in (fewest, fewest + period)]
-    return [replace(job, model=flavor, shape=job.spec.shape(flavor)) for flavor in flavors]
+    own = job.stages.ranks[rank // (job.layout.world // job.layout.pp)]
+    if job.layout.pp > 1:
+        layers = min(len(blocks_of(job, stage)) for stage in own)
+    steps = (layers - 2 * _edge(job) - period) // period
+    if steps < 2 or getattr(job.model, "n_layers", 0) != job.shape.layers or not _is_affine(job):
+        return [job], 0
+    return [_shallower(job, own, each * period) for each in (steps, steps - 1)], steps
+
+
+def _shallower(job: Job, own: Sequence[int], less: int) -> Job:
+    """Return a job with so many blocks less, in each stage of a pipeline rank."""
+    if job.layout.pp == 1:
+        flavor = replace(job.model, n_layers=job.shape.layers - less)
+        return replace(job, model=flavor, shape=job.spec.shape(flavor))
+    names = [*job.stages.names]
+    for stage in own:
+        left_out = blocks_of(job, stage)[-less:]
+        names[stage] = tuple(name for name in names[stage] if name not in left_out)
+    return replace(job, stages=replace(job.stages, names=tuple(names)))
 
 
 def _period(job: Job) -> int:
@@ -122,6 +143,8 @@ def _is_affine(job: Job) -> bool:
     ]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
+    if splits_backward(job.stages.schedule, job.stages.csv):  # gradients of weights name no block
+        return False
     settings = config.optimizer
     in_runs = settings.state_dtype == "bfloat16" or settings.name not in ("AdamW", "Adam", "SGD")
     if in_runs or settings.implementation == "for-loop":
@@ -137,18 +160,39 @@ def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> R
 
     `few` and `more` differ by one period of blocks, or by one sample of the local batch.
     """
-    operations: list[Operation] = []
-    sections = [[[*group] for _, group in groupby(r.operations, _section)] for r in (few, more)]
-    if len(sections[0]) != len(sections[1]):
+    stretch = partial(_stretch, steps=steps, edge=edge)
+
+    def stretch_loops(short: list[Operation], long: list[Operation]) -> list[Operation] | None:
+        # Loops of one operation each, one after the other, have no middle in common.
+        return stretch(short, long) or (
+            _pair(short, long, _key, stretch) if _number(short[0]) < 0 else None
+        )
+
+    operations = _pair(few.operations, more.operations, _section, stretch_loops)
+    if operations is None:
         return None
-    for short, long in zip(*sections, strict=True):
-        stretched = _stretch(short, long, steps, edge)
-        if stretched is None:
-            return None
-        operations += stretched
     static = {kind: size + (more.static[kind] - size) * steps for kind, size in few.static.items()}
     at_peak = max(operations, key=lambda operation: operation.live).by_kind
     return Recording(operations, static, dict(zip(KINDS, at_peak, strict=True)))
+
+
+def _pair(
+    few: Sequence[Operation],
+    more: Sequence[Operation],
+    section: Callable[[Operation], Any],
+    stretch: Callable[[list[Operation], list[Operation]], list[Operation] | None],
+) -> list[Operation] | None:
+    """Extrapolate section by section; None if they don't pair off."""
+    sections = [[[*group] for _, group in groupby(each, section)] for each in (few, more)]
+    if len(sections[0]) != len(sections[1]):
+        return None
+    operations: list[Operation] = []
+    for short, long in zip(*sections, strict=True):
+        stretched = stretch(short, long)
+        if stretched is None:
+            return None
+        operations += stretched
+    return operations
 
 
 def _stretch(
@@ -195,7 +239,7 @@ def _section(operation: Operation) -> Any:
     """Return a key that is equal for all blocks of a pass, and elsewhere for operations of a kind,
     as in a loop.
     """
-    return _phase(operation) if _number(operation) >= 0 else _key(operation)
+    return _phase(operation) if _number(operation) >= 0 else _key(replace(operation, name=""))
 
 
 def _phase(operation: Operation) -> str:
@@ -212,7 +256,7 @@ def _key(operation: Operation) -> Any:
     of operation.
     """
     collective = operation.collective and replace(operation.collective, bytes=0)
-    return _phase(operation), operation.dtype, collective, operation.awaits, operation.is_fsdp
+    return _phase(operation), operation.name, operation.dtype, collective, operation.is_fsdp
 
 
 def _values(section: list[Operation]) -> np.ndarray:

@@ -49,8 +49,9 @@ class Event(NamedTuple):
     """A part of a pipeline rank's step."""
 
     kind: str
-    """ "F", "B", "I" or "W" of an action, "send F" and "send B" of what it gives another rank, and
-    "rest" of a step after all actions.
+    """ "F", "B", "I" or "W" of an action, "gather" before it where the schedule waits for its
+    parameters, "reduce" of a stage's gradients, "receive F" and "receive B" of what an action needs
+    of another rank, "send F" and "send B" of what it gives it, and "rest" of a step after all.
     """
     stage: int = -1
     micro_batch: int = -1
@@ -62,7 +63,7 @@ class Operation:
     """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm",
     "optimizer", …; of later pipeline stages "forward input" and "backward gradient" are first,
     "forward output" and "backward input" last, and "backward weights" is a backward pass's second
-    half.
+    half; "forward send" and "backward receive" are between actions.
     """
     live: int
     """The most bytes alive until this operation is done, all kinds together."""
@@ -83,6 +84,8 @@ class Operation:
     """`live` as a sum over KINDS, in their order; empty where kinds were not separated."""
     event: Event | None = None
     """Of a pipeline's rank: the last one that began."""
+    name: str = ""
+    """Of the dispatched operation, such as "mm"; empty for mere changes of the bytes alive."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
 from traceback import walk_tb
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -36,14 +35,14 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner import stand_ins
 from titanlite.planner.compiled import compile_without_code
-from titanlite.planner.counting import PHASE_OF_REGION, Counting
+from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
-from titanlite.planner.record import Event, Recording
+from titanlite.planner.phases import name_phases, name_phases_of_stages
+from titanlite.planner.pipeline import shortened
+from titanlite.planner.record import Recording
 from titanlite.planner.torch_private import (
-    around_sends,
     fake_tensor_mode,
     holding_what_is_sent,
     real_tensors,
@@ -67,10 +66,13 @@ class Rehearsal:
         rank: int = 0,
         as_on_cuda: bool = True,
         imbalance: float = 1,
+        whole: bool = False,
     ) -> None:
         """With an `imbalance` the rank receives so many times as many rows for its experts as a
         rank does on average.
-        """
+
+        Unless steps are to be `whole`, they are of the first, second and last micro-batch, since
+        those between are like the second; a pipeline's of as few."""
         check_planned(job)
         torch.compiler.reset()  # graphs of another rehearsal would make sizes dynamic
         logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for a run
@@ -97,14 +99,15 @@ class Rehearsal:
             self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
         self._counting = Counting(job.layout)
         self._job: Job | None = None
+        # What was sent is let go by a rank's last event, all at once, except on CUDA.
+        self._is_short = not whole and (as_on_cuda or job.layout.pp == 1)
         # Leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards.
-        self.step(job, middle_once=True)
+        self.step(job)
 
-    def step(self, job: Job, middle_once: bool = False) -> Recording:
-        """Return a step of this job, or of one that differs only in batch and loss chunks.
-
-        With `middle_once` it runs its first, second and last micro-batch: those between are like
-        the second."""
+    def step(self, job: Job) -> Recording:
+        """Return a step of this job, or of one that differs only in batch and loss chunks."""
+        if self._is_short:
+            job = shortened(job)
         with self._rehearsing():
             if job != self._job:
                 self._job = job
@@ -114,8 +117,8 @@ class Rehearsal:
                         context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
                     )
             batches = blank_batches(self._runner)
-            whole = self._runner.pipeline or not middle_once or len(batches) <= 3
-            run = batches if whole else [*batches[:2], batches[-1]]
+            is_short = self._is_short and not self._runner.pipeline and len(batches) > 3
+            run = [*batches[:2], batches[-1]] if is_short else batches
             return _count_step(2, self._runner, batches, self._guard, self._counting, run)
 
     @contextmanager
@@ -141,7 +144,7 @@ class Rehearsal:
 def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
     """Return the second step of a job on one of its ranks."""
     with FakeWorld() as world:
-        return Rehearsal(job, world, rank, as_on_cuda).step(job)
+        return Rehearsal(job, world, rank, as_on_cuda, whole=True).step(job)
 
 
 def static_bytes(job: Job) -> dict[str, int]:
@@ -221,9 +224,9 @@ def _count_step(
     try:
         with counting, ExitStack() as hooks:
             if runner.pipeline:
-                _name_phases_of_stages(runner.pipeline, counting, hooks)
+                name_phases_of_stages(runner.pipeline, counting, hooks)
             else:
-                _name_phases(runner.parts[0], runner.context, counting, hooks)
+                name_phases(runner.parts[0], runner.context, counting, hooks)
             counting.restart("valid tokens")
             static: dict[str, list[torch.Tensor]] = {
                 "parameters": [
@@ -241,8 +244,6 @@ def _count_step(
             own_tokens *= runner.has_loss
             valid_tokens = guard.exchange(own_tokens)
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
-            if runner.pipeline:
-                counting.begin(Event("rest"))
             static["gradients"] = [
                 parameter.grad for parameter in runner.parameters if parameter.grad is not None
             ]
@@ -278,72 +279,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages behind tensors or their shards, each counted once."""
     storages = [local_part(tensor).untyped_storage() for tensor in tensors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
-
-
-def _name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name actions and sends, and what stages compute: blocks, and what comes before and after
-    them in a stage.
-    """
-    begin = pipeline.begin
-
-    def enter(index: int, kind: str, number: int) -> None:
-        stage = next(stage for stage in pipeline.stages if stage.stage_index == index)
-        begins = {} if stage.is_first else {"forward": "forward input"}
-        if kind == "W":
-            begins["backward"] = "backward weights"
-        elif not stage.is_last:
-            begins["backward"] = "backward gradient"
-        counting.phase_of_region = PHASE_OF_REGION | begins
-        counting.begin(Event(kind, index, number))
-        begin(index, kind, number)
-
-    def tag(kind: str, stage: Any, operations: Callable[[int], list[Any]], number: int) -> Any:
-        found = operations(number)
-        for operation in found:
-            operation.event = Event(kind, stage.stage_index, number)
-        return found
-
-    hooks.enter_context(patch.object(pipeline, "begin", enter))
-    hooks.enter_context(around_sends(lambda operation: counting.begin(operation.event)))
-    for stage in pipeline.stages:
-        for method, kind in (("get_fwd_send_ops", "send F"), ("get_bwd_send_ops", "send B")):
-            tagged = partial(tag, kind, stage, getattr(stage, method))
-            hooks.enter_context(patch.object(stage, method, tagged))
-        before = "embedding" if stage.is_first else "input"
-        after = "head" if stage.is_last else "forward output"
-        _name_phases(stage.submod, pipeline.context, counting, hooks, before, after)
-
-
-def _name_phases(
-    part: nn.Module,
-    context: Context,
-    counting: Counting,
-    hooks: ExitStack,
-    before: str = "embedding",
-    after: str = "head",
-) -> None:
-    """Name the block that is computed in the counting, and what is before and after the blocks; a
-    block begins when its parameters are gathered.
-    """
-
-    def on_gradient(phase: str, hidden: Any) -> None:
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda gradient: counting.enter_phase(phase))
-
-    def enter(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        counting.enter_phase(f"forward {number}")
-        if number == min(blocks):
-            on_gradient(f"backward {before}", args[0])
-
-    def leave(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        on_gradient(f"backward {number}", output)
-        if number == max(blocks):
-            counting.enter_phase(after)
-
-    blocks = context.blocks(part)  # none in a stage that has only what runs before or after them
-    for number, block in blocks.items():  # hooks before FSDP2's
-        hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
-        hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)
 
 
 def check_planned(job: Job) -> None:

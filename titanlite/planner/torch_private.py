@@ -3,20 +3,24 @@ tried on.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 # 2.11 and 2.14; no public name.
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
 )
+
+from titanlite.planner.record import Event
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -223,6 +227,76 @@ def around_sends(before: Callable[[Any], None]) -> Iterator[None]:
 
     with patch.object(schedules, "_batch_p2p", one_by_one):
         yield
+
+
+@contextmanager
+def before_actions(schedule: Any, call: Callable[[int], None]) -> Iterator[None]:
+    """Call a function with an action's stage before the schedule waits for its parameters, if it
+    gathers them itself.
+
+    torch 2.14; no public way."""
+    wait = getattr(schedule, "_assert_unsharded", None)
+
+    def call_and_wait(stage: Any) -> None:
+        call(stage.stage_index)
+        wait(stage)  # type: ignore[misc]
+
+    with patch.object(schedule, "_assert_unsharded", call_and_wait) if wait else nullcontext():
+        yield
+
+
+def run_silently(schedule: Any, events: list[Event]) -> None:
+    """Run a schedule of silent stages, which appends what it does to their events.
+
+    torch 2.14; no public way."""
+    from torch.distributed.pipelining import schedules
+
+    def send(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        events.extend(operation.event for operation in operations)
+        return []
+
+    schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
+    gather = before_actions(schedule, lambda stage: events.append(Event("gather", stage)))
+    with patch.object(schedules, "_batch_p2p", send), gather:
+        schedule._step_microbatches()
+
+
+_KIND_OF_CALL = {
+    "get_fwd_recv_ops": "receive F",
+    "get_bwd_recv_ops": "receive B",
+    "get_fwd_send_ops": "send F",
+    "get_bwd_send_ops": "send B",
+    "forward_one_chunk": "F",
+    "backward_one_chunk": "B",
+    "backward_weight_one_chunk": "W",
+    "perform_reduce_grad": "reduce",
+}
+
+
+class SilentStage:
+    """A pipeline stage that only records what a schedule calls."""
+
+    submod = nn.Module()
+
+    def __init__(self, index: int, rank_of: Mapping[int, int], events: list[Event]) -> None:
+        self.stage_index, self.num_stages = index, len(rank_of)
+        self.group_rank, self.group_size = rank_of[index], len({*rank_of.values()})
+        self.is_first, self.is_last = index == 0, index == len(rank_of) - 1
+        self._events = events
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        kind = _KIND_OF_CALL.get(name, "")
+
+        def call(number: int = -1, *args: Any, full_backward: bool = True, **_: Any) -> list[Any]:
+            event = Event(kind if full_backward else "I", self.stage_index, number)
+            if kind in ("send F", "send B"):
+                is_end = self.is_last if kind == "send F" else self.is_first
+                return [SimpleNamespace(peer=0, event=event)] * (not is_end)
+            if kind:
+                self._events.append(event)
+            return []
+
+        return call
 
 
 @dataclass

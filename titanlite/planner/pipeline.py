@@ -1,0 +1,119 @@
+"""Plan a pipeline rank's step of many micro-batches from one of few.
+
+Exact, as tests compare with rehearsals of the whole: what a rank does from an event to the next is
+the same for all micro-batches, but for the first and the last event of a kind on a stage; and it is
+the same for ranks whose stages have equally many blocks. Only the order of the events differs, and
+torch's schedules tell it without computing."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from operator import add, sub
+from typing import Any
+
+from titanlite.config.job import Job
+from titanlite.config.stages import Stages
+from titanlite.parallel.pipeline_parallel import build_schedule
+from titanlite.planner.record import KINDS, Event, Operation, Recording
+from titanlite.planner.torch_private import SilentStage, run_silently
+
+
+def shortened(job: Job) -> Job:
+    """Return a pipeline's job with the fewest micro-batches that have every kind of event: the
+    first, the last, and one between.
+    """
+    stages, reshard = job.stages, job.config.parallelism.fsdp_reshard_after_forward
+    if (
+        job.layout.pp == 1
+        or stages.csv
+        or len(stages.ranks[0]) > 3  # torch's schedules gather three stages ahead
+        or reshard not in ("default", "never")  # a forward pass gathers except after a backward one
+    ):
+        return job
+    return replace(job, stages=_shortened(stages))
+
+
+@cache
+def _shortened(stages: Stages) -> Stages:
+    for count in range(3, stages.micro_batches):
+        few = replace(stages, micro_batches=count)
+        try:
+            if all(
+                {*_kinds(_events(stages, rank))} <= {*_kinds(_events(few, rank))}
+                for rank in range(len(stages.ranks))
+            ):
+                return few
+        except ValueError:
+            continue  # torch's schedule does not run this number
+    return stages
+
+
+def rank_kind(job: Job, rank: int) -> Any:
+    """Return what is equal for ranks that differ only in the numbers of their blocks and the order
+    of their events.
+    """
+    stages = []
+    for stage in job.stages.ranks[rank]:
+        blocks = blocks_of(job, stage)
+        stages.append((len(blocks), frozenset(job.stages.names[stage]) - {*blocks}))
+    return (*stages, frozenset(_kinds(_events(job.stages, rank))))
+
+
+def blocks_of(job: Job, stage: int) -> list[str]:
+    return [n for n in job.stages.names[stage] if n.startswith(f"{job.spec.blocks}.")]
+
+
+def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
+    """Return a rank's step from one of shortened stages, which a rank of such stages took."""
+    start, *parts = ([*part] for _, part in groupby(few.operations, lambda one: one.event))
+    taken = [part[0].event or Event("rest") for part in parts]
+    afterwards = [*parts[1:], parts[-1]]
+    known = dict(zip(_kinds(taken), zip(taken, parts, afterwards, strict=True), strict=True))
+    events = [*_events(job.stages, rank), Event("rest")]
+    operations, alive = start, parts[0][0].by_kind
+    for event, kind in zip(events, _kinds(events), strict=True):
+        like, part, (after, *_) = known[kind]
+        growth = tuple(map(sub, alive, part[0].by_kind))
+        blocks = _first_block(job, event.stage) - _first_block(job, like.stage)
+        operations += [_moved(one, event, growth, blocks) for one in part]
+        alive = tuple(map(add, after.by_kind, growth))
+    fullest = max(operations, key=lambda operation: operation.live).by_kind
+    return replace(few, operations=operations, at_peak=dict(zip(KINDS, fullest, strict=True)))
+
+
+def _moved(one: Operation, event: Event, growth: tuple[int, ...], blocks: int) -> Operation:
+    """Return an operation at another event, with other bytes alive and other numbers of blocks."""
+    name, _, number = one.phase.rpartition(" ")
+    phase = f"{name} {int(number) + blocks}" if number.isdigit() else one.phase
+    by_kind = tuple(map(add, one.by_kind, growth))
+    return replace(one, phase=phase, live=sum(by_kind), by_kind=by_kind, event=event)
+
+
+def _first_block(job: Job, stage: int) -> int:
+    return next((int(name.rpartition(".")[2]) for name in blocks_of(job, stage)), 0)
+
+
+def _kinds(events: Sequence[Event]) -> Iterator[tuple[int, str, str, bool, bool]]:
+    """Yield of each event the place of its stage on the rank, its kind, for a send the kind of the
+    stage's action, and whether a later and an earlier event are like it.
+    """
+    stages = sorted({event.stage for event in events})
+    left = Counter((event.stage, event.kind) for event in events)
+    whole, acted = left.copy(), dict[int, str]()
+    for event in events:
+        key = event.stage, event.kind
+        left[key] -= 1
+        if event.kind in ("F", "B", "I", "W"):
+            acted[event.stage] = event.kind
+        sent = acted[event.stage] if event.kind.startswith("send") else ""
+        yield stages.index(event.stage), event.kind, sent, left[key] > 0, left[key] + 1 < whole[key]
+
+
+def _events(stages: Stages, rank: int) -> list[Event]:
+    """Return the events of a rank's step in order, but for the rest of the step."""
+    own, events = stages.ranks[rank], list[Event]()
+    silent = [SilentStage(stage, stages.rank_of, events) for stage in own]
+    run_silently(build_schedule(silent, stages)[0], events)
+    return events
