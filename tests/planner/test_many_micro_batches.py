@@ -13,7 +13,7 @@ from titanlite.planner.rehearse import record_step
 
 KEYS = "--parallelism.pipeline_parallel_"
 TWO = ["2 1F1B 6 4", "2 Interleaved1F1B 8 9", "2 InterleavedZeroBubble 8 8", "2 DualPipeV 9 8"]
-FOUR = ["4 GPipe 5 5", "4 1F1B 9 30", "4 Interleaved1F1B 16 18", "4 LoopedBFS 5 9"]
+FOUR = ["4 GPipe 5 5", "4 1F1B 9 28", "4 Interleaved1F1B 16 18", "4 LoopedBFS 5 9"]
 V_SHAPED = ["2 ZBVZeroBubble 8 8", "4 ZBVZeroBubble 9 17", "4 DualPipeV 12 17"]
 SCHEDULES = [*TWO, *FOUR, *V_SHAPED]
 """Ranks, schedule, micro-batches and blocks, which some stages have one more of."""

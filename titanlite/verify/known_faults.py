@@ -320,12 +320,12 @@ def documents_cut(documents, batch):
     return own.repeat(1, batch.rows.size(2) // own.size(1))
 
 
-@fault("parallel.pipeline_parallel.Pipeline._schedule", "pp2")
+@fault("parallel.pipeline_parallel.build_schedule", "pp2")
 def microbatch_averaged(build, *call):
     """gradients are divided by the number of micro-batches"""
-    schedule = build(*call)
+    schedule, numbers = build(*call)
     schedule.scale_grads = True
-    return schedule
+    return schedule, numbers
 
 
 @fault("train.step.clip_grad_norm", "pp2")
