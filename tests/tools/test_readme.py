@@ -94,6 +94,7 @@ CHECKS = {
     "titanlite checkpoint diff": Check(
         r"tensors differ", "outputs/checkpoint/step-16 outputs", code=1
     ),
+    "titanlite checkpoint cp": Check("step-24 is now in copied/step-24: ", "outputs copied"),
     "titanlite checkpoint export": Check("config.json", "outputs exported && ls exported"),
     "titanlite checkpoint import": Check(
         r"imported \d+ tensors: imported/step-0", "outputs/checkpoint/hf-step-24 imported"

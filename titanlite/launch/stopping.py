@@ -146,6 +146,7 @@ class Stopping:
     def _early(self) -> EarlyExit:
         """Return the early exit of ranks that could not record it."""
         step = self._last_step()
-        saved = latest_complete(checkpoint_root(self._config)) or 0
+        saves = self._config.checkpoint.enable  # else the folder has an older run's
+        saved = saves and latest_complete(checkpoint_root(self._config)) or 0
         lost = max(0, step - saved)
         return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)
