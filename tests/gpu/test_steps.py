@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import fake_gpu
+from tests.gpu.conftest import COMPILE
 from tests.gpu.fake_gpu import Event, Trace, mismatches
 from tests.lanes import sample
 from tests.launch.run import ROOT
@@ -103,6 +104,8 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
 
 @pytest.mark.parametrize("row", sample(ROWS, "FSDP"))
 def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_gpus, tmp_path, row):
+    if row == "documents" and not os.environ.get(COMPILE):
+        pytest.skip("compiles FlexAttention for minutes: scripts/test_fake_gpu.sh --compile")
     gpus, options, waits = ROWS[row]
     ran = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()])
     assert ran.code == 0, ran.out
