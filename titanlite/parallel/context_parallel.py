@@ -20,9 +20,9 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context
 from titanlite.parallel.collectives import AllToAll
-from titanlite.parallel.last_attention import last_attention
+from titanlite.parallel.last_attention import TOKENS, last_attention
 
-HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
+HEADS = 1  # a dimension of queries, keys and values, as TOKENS is
 
 
 def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
@@ -89,6 +89,8 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
     """Let `attend` call the forward method of every block's attention core."""
     spec = context.job.spec
     modules: dict[str, Any] = dict(model.named_modules())
+    device = context.device
+    attend_last = last_attention(device) if device.type == "cuda" else None
     for number in context.blocks(model):
         path = f"{spec.blocks}.{number}.{spec.core}"
         core = modules.get(path)
@@ -96,8 +98,7 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
             raise UserError(
                 f"context parallel: {path} is not in the model; its ModelSpec names it as core"
             )
-        device = context.device
-        core.attend_last = last_attention(device) if device.type == "cuda" else None
+        core.attend_last = attend_last
         # Not core.forward, which differs by block: the compiler would make a graph for each, and
         # stop at eight.
         core.forward = partial(attend, partial(type(core).forward, core))

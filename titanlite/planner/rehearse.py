@@ -111,7 +111,7 @@ class Rehearsal:
         with self._rehearsing():
             if job != self._job:
                 self._job = job
-                context, rank = replace(self._context, job=_eager(job)), dist.get_rank()
+                context, rank = replace(self._context, job=job), dist.get_rank()
                 with real_tensors():
                     self._runner = StepRunner(
                         context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
@@ -152,7 +152,7 @@ def static_bytes(job: Job) -> dict[str, int]:
     steps.
     """
     with FakeWorld() as world:
-        context, parts = _skeleton(job, world.mesh(job.layout), [])
+        context, parts = _skeleton(_eager(job), world.mesh(job.layout), [])
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         return {
             "parameters": _storage_bytes(
@@ -188,7 +188,7 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
 
 def _eager(job: Job) -> Job:
     """Return the job without what only changes how its operations are run."""
-    off = {"parallelism.enable_async_tensor_parallel": False}
+    off = {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False}
     return replace(job, config=with_values(job.config, off))
 
 
@@ -197,7 +197,7 @@ def _skeleton(
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
-    context = Context(_eager(job), mesh, table, torch.device("cpu"), converters)
+    context = Context(job, mesh, table, torch.device("cpu"), converters)
     with patch.object(torch, "compile", compile_without_code):
         parts, _ = parallelize(model, context)
     return context, parts
