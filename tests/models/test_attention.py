@@ -52,6 +52,15 @@ def test_flex_attention_equals_the_masked_kernel(kv_heads, as_on_a_gpu):
         assert (CausalAttention()(q, k, v) - expected).abs().max() > 1e-2, "the mask must matter"
 
 
+def test_models_with_other_numbers_of_heads_compile_one_after_another():
+    """The compiler takes a size that changed for a symbol."""
+    compile_core = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    for heads, kv_heads in ((4, 2), (8, 4), (6, 6)):
+        q, k, v = (torch.randn(2, n, 8, 8) for n in (heads, kv_heads, kv_heads))
+        core = CausalAttention()
+        assert torch.equal(compile_core(core.forward)(q, k, v), core(q, k, v))
+
+
 def random_heads(kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(
