@@ -1,13 +1,14 @@
 """A step beside the bookkeeping of a save: python benchmarks/scale/beside.py [--pairs 200]
 
 Rank 0's work for the tensors of Llama 405B with AdamW on 512 ranks, all of it but the network and
-its own bytes, runs in a thread, as in a save, while the main thread takes a step; every other step
-is without. Prints the ratio of steps by the clock, and the seconds of the bookkeeping by itself."""
+the bytes, runs in a thread, as in a save, while the main thread takes a step; every other step is
+without. Prints the ratio of steps by the clock, and the seconds of the bookkeeping by itself."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import pickle
 import sys
 import threading
@@ -18,21 +19,52 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.ratios import ratio  # noqa: E402
 from benchmarks.usual import BATCH, SEQ, SIZES, build  # noqa: E402
 from models.llama3 import FLAVORS  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
+from titanlite.checkpoint.commit import _describe_all  # noqa: E402
 from titanlite.checkpoint.manifest import File, Manifest  # noqa: E402
 from titanlite.checkpoint.places import header, rank_file, spread, written_by  # noqa: E402
+from titanlite.parallel.dtensor import box_of  # noqa: E402
 
 SHARDS, TP = 64, 8
 
 
-def bookkeeping(tensors: dict[str, Any]) -> None:
-    """What rank 0 does in a save for the other ranks, and the plan of its own file."""
-    shared = pickle.loads(pickle.dumps([spread(tensors)]))[0]
-    header(shared, written_by(0, shared))
+def shards() -> dict[str, torch.Tensor]:
+    """Return rank 0's parts of all tensors, without their bytes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SHARDS * TP)
+    mesh = init_device_mesh("cpu", (SHARDS, TP), mesh_dim_names=("fsdp", "tp"))
+    (described,) = large(SHARDS, TP, 1)
+    found = dict[str, torch.Tensor]()
+    for name, tensor in described.items():
+        split = len(tensor.layout.splits) == 2
+        placements = (_StridedShard(0, split_factor=TP), Shard(0))
+        if not split:
+            placements = (Shard(0), Replicate())
+        whole = torch.empty(tensor.shape, device="meta")
+        rows = -(-tensor.shape[0] // (SHARDS * TP if split else SHARDS))
+        local = torch.empty((rows, *tensor.shape[1:]), device="meta")
+        found[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return found
+
+
+def bookkeeping(tensors: dict[str, torch.Tensor]) -> None:
+    """What rank 0 does in a save for the other ranks, and for its own file."""
+    described = _describe_all(tensors)
+    hashlib.sha256(repr(described).encode())
+    shared = pickle.loads(pickle.dumps([spread(described)]))[0]
+    regions = written_by(0, shared)
+    header(shared, regions)
+    assert all(box_of(tensors[name]) == region for name, region in regions.items())
     files = {rank_file(rank): File(1 << 32, 1 << 31) for rank in range(SHARDS * TP)}
     Manifest(1, False, files, shared).render()
 
@@ -42,7 +74,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
-    (tensors,) = large(SHARDS, TP, 1)
+    tensors = shards()
     flavor: Any = dataclasses.replace(FLAVORS["debugmodel"], **SIZES)
     model = build("llama3")(flavor, SEQ)
     optimizer = torch.optim.AdamW(model.parameters())

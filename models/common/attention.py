@@ -75,9 +75,9 @@ class CausalAttention(nn.Module):
 
         `q` may hold only the last of the tokens of `k`.
         """
-        # `if`, since the kernel takes no symbol, which a size becomes when models of other sizes
-        # have compiled in this process.
-        grouped = True if q.size(1) != k.size(1) else False  # noqa: SIM210
+        # `not` makes it a bool: the kernel takes no symbol, which a size becomes where models of
+        # other sizes have compiled in this process.
+        grouped = not q.size(1) == k.size(1)  # noqa: SIM201
         dropout = self.dropout if self.training else 0.0
         if isinstance(mask, BlockMask):
             assert not dropout, "FlexAttention has no dropout: give document_mask its probability"

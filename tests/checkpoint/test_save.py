@@ -366,9 +366,9 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
         )
     (tmp_path / "step-50/manifest.json").write_bytes(b"{}")  # damaged: counts as nothing
     (tmp_path / "step-7").mkdir()  # never committed
-    assert steps_to_delete(tmp_path, 2, 0) == [10, 20]
-    assert steps_to_delete(tmp_path, 2, 20) == [10]
-    assert steps_to_delete(tmp_path, 0, 0) == []
+    assert steps_to_delete(tmp_path, 2, 0, set()) == [10, 20]
+    assert steps_to_delete(tmp_path, 2, 20, set()) == [10]
+    assert steps_to_delete(tmp_path, 0, 0, set()) == []
     commit.delete(tmp_path / "step-10")
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
 
@@ -376,8 +376,8 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
 def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
     empty(tmp_path, 10, 20, 30)
     empty(tmp_path, 15, 40, weights_only=True)
-    assert steps_to_delete(tmp_path, 1, 0) == [10, 20]
-    assert steps_to_delete(tmp_path, 2, 0) == [10]
+    assert steps_to_delete(tmp_path, 1, 0, set()) == [10, 20]
+    assert steps_to_delete(tmp_path, 2, 0, set()) == [10]
 
 
 def test_retention_parses_no_entry_of_a_tensor(tmp_path, monkeypatch):
@@ -390,7 +390,7 @@ def test_retention_parses_no_entry_of_a_tensor(tmp_path, monkeypatch):
         (step_folder(tmp_path, step) / "manifest.json").write_bytes(raw)
     parsed, loads = [], json.loads
     monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
-    assert steps_to_delete(tmp_path, 1, 0) == [10, 20] and latest_complete(tmp_path) == 30
+    assert steps_to_delete(tmp_path, 1, 0, set()) == [10, 20] and latest_complete(tmp_path) == 30
     assert len(parsed) == 4 and max(parsed) < 200
 
 
@@ -433,6 +433,21 @@ def test_a_save_in_progress_is_deleted_only_under_a_lock(pool, tmp_path):
     assert pool.run(leftovers, True, str(tmp_path), world=1) == [[]]
 
 
+def test_retention_looks_once_at_the_files_of_each_step(tmp_path, monkeypatch):
+    """They are as many as ranks; what a save of this run has seen complete stays so."""
+    empty(tmp_path, 10, 20, 30)
+    known, looked = set[int](), list[Path]()
+    looks = manifest.faults
+    monkeypatch.setattr(
+        manifest, "faults", lambda *args, **kw: looked.append(args[0]) or looks(*args, **kw)
+    )
+    assert steps_to_delete(tmp_path, 2, 0, known) == [10]
+    commit.delete(tmp_path / "step-10")
+    empty(tmp_path, 40)
+    assert steps_to_delete(tmp_path, 2, 0, known) == [20]
+    assert [folder.name for folder in looked] == ["step-10", "step-20", "step-30", "step-40"]
+
+
 def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
     """Train; return what was still to be deleted when each save ended on this rank."""
     run, left, delete = trainer(argv, folder), [], commit.delete
@@ -445,7 +460,9 @@ def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
     def write_and_note(*args) -> None:
         write(*args)
         left.append(
-            steps_to_delete(run.checkpoints.root, settings.keep_latest_k, settings.keep_every)
+            steps_to_delete(
+                run.checkpoints.root, settings.keep_latest_k, settings.keep_every, set()
+            )
         )
 
     run.saver._write = write_and_note  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
+from titanlite.checkpoint.manifest import committed, step_folder
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.checkpoint.state import TrainingState
@@ -87,20 +87,15 @@ class CheckpointFolder:
         )
 
     def _clear_leftovers(self) -> None:
-        """Delete what a killed run left, and let `latest` name the newest checkpoint."""
-        if self.rank_info.rank == 0:
-            cleared = []
-            if self._has_locks:  # without, they may be of a run in progress
-                cleared = commit.clear_leftovers(self.root)
-            if cleared:
-                self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
-            newest = latest_complete(self.root)
-            if newest is not None:
-                commit.point_latest(self.root, newest)
+        """On rank 0, delete what a killed run left."""
+        # Without locks they may be of a run in progress.
+        if self._has_locks and (cleared := commit.clear_leftovers(self.root)):
+            self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
         dist.barrier(self.group)
 
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, move later checkpoints, damaged or from before a rewind, out of the folder."""
+        commit.point_latest(self.root, step)  # a killed run may have left it behind
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
@@ -111,7 +106,6 @@ class CheckpointFolder:
         store.make_folder(archive)
         for later in later_steps:
             store.rename(step_folder(self.root, later), step_folder(archive, later))
-        commit.point_latest(self.root, step)
         steps = ", ".join(map(str, later_steps))
         self.log.info(f"later checkpoints ({steps}) are now in {archive}")
 
@@ -119,8 +113,7 @@ class CheckpointFolder:
         """Warn if the disk has no room for the checkpoints that are kept and one being written."""
         if not self.settings.enable:
             return
-        tensors = state.tensors().values()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = sum(each.numel() * each.element_size() for each in state.tensors().values())
         size = sum(gather_objects(size, state.stages))
         if self.rank_info.rank > 0:
             return

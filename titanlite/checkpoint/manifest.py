@@ -214,13 +214,17 @@ def latest_complete(root: Path) -> int | None:
     )
 
 
-def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int) -> list[int]:
+def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int, known: set[int]) -> list[int]:
     """Return the steps of complete checkpoints that need not be kept; keep_latest_k = 0 keeps all.
 
     A damaged or weights-only one is neither counted nor deleted: it may be all that somebody has.
+    Those that are found complete join the `known` ones, whose files are not looked at again: they
+    are as many as ranks.
     """
-    complete = [
-        step for step in committed(root) if is_complete(step_folder(root, step), resumable=True)
-    ]
+    present = committed(root)
+    known |= {
+        step for step in {*present} - known if is_complete(step_folder(root, step), resumable=True)
+    }
+    complete = [step for step in present if step in known]
     old = complete[:-keep_latest_k] if keep_latest_k else []
     return [step for step in old if not keep_every or step % keep_every]

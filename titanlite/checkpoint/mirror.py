@@ -73,6 +73,7 @@ class Mirror:
         self._rank = rank_in(group)
         self._current = 0
         self._changing = threading.Lock()
+        self._complete = set[int]()  # steps in the mirror
         self.newest = 0
         """The last step that was handed over."""
         self.step = 0
@@ -231,7 +232,7 @@ class Mirror:
             store.copy(self._local / _LATEST, self.root / _LATEST)
             self._copy_records()
             keep = self._settings.mirror_keep_latest_k, self._settings.keep_every
-            for old in steps_to_delete(self.root, *keep):
+            for old in steps_to_delete(self.root, *keep, self._complete):
                 transfer.remove(step_folder(self.root, old))
 
         if any(gather_objects(run_on_all_ranks(self.group, what, begin), self.group)):

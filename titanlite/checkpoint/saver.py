@@ -78,6 +78,7 @@ class Saver:
         self.records: list[PendingSave] = []
         """Saves that were committed and not yet logged; the trainer takes them out."""
         self._pending: PendingSave | None = None
+        self._complete = set[int]()  # steps in the folder
         self._host_memory: Tensors = {}
         self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
         self._last_save = time.monotonic()
@@ -224,8 +225,8 @@ class Saver:
         pending.costs["write"] = time.monotonic() - began
         if self._rank == 0:
             try:
-                keep = (self.settings.keep_latest_k, self.settings.keep_every)
-                for old_step in steps_to_delete(root, *keep):
+                keep = self.settings.keep_latest_k, self.settings.keep_every
+                for old_step in steps_to_delete(root, *keep, self._complete):
                     if not mirror or not mirror.reads(old_step):
                         commit.delete(step_folder(root, old_step))
             except OSError as error:  # costs no checkpoint

@@ -8,6 +8,7 @@ to where one exists. Imports are late where they are slow, so that anything may 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -94,13 +95,19 @@ def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int
     """Return the shape of the shard at a coordinate of the mesh, and where it begins in the full
     tensor.
     """
+    return _shard_at(
+        tuple(tensor.shape), tensor.device_mesh.shape, tuple(coordinate), tensor.placements
+    )
+
+
+@lru_cache(maxsize=1024)  # a third of a millisecond each, for thousands of tensors of few shapes
+def _shard_at(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any
+) -> tuple[Sequence[int], Sequence[int]]:
     # torch 2.14; 2.11 read only. The public API gives the shape of this rank's only.
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    mesh = tensor.device_mesh.shape
-    return _compute_local_shape_and_global_offset(
-        tensor.shape, mesh, [*coordinate], tensor.placements
-    )
+    return _compute_local_shape_and_global_offset(shape, mesh, [*coordinate], placements)
 
 
 def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
