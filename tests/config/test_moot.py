@@ -169,7 +169,8 @@ parallelism.tensor_parallel_degree parallelism.context_parallel_degree
 parallelism.pipeline_parallel_degree parallelism.expert_parallel_degree
 activation_checkpoint.mode quantize.linear.float8.enable
 checkpoint.enable checkpoint.initial_load_path validation.enable generate.at_end
-metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.disable_color_printing
+metrics.log_freq metrics.enable_tensorboard metrics.enable_wandb metrics.sinks
+metrics.disable_color_printing
 profiling.enable_profiling comm.init_timeout_seconds comm.train_timeout_seconds
 fault.stall_seconds fault.preflight fault.rejoin_seconds
 debug.seed debug.deterministic

@@ -346,6 +346,7 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "metrics.disable_color_printing": (
         "tests/launch/test_terminal.py::test_disable_color_printing_shows_plain_lines"
     ),
+    "metrics.sinks": "tests/observe/test_trackers.py::test_a_package_registers_its_own_tracker",
     "metrics.enable_wandb": "tests/observe/test_sinks.py::test_all_sinks_record_the_same_steps",
     "profiling.profiler_warmup": (
         "tests/observe/test_profiler.py::test_the_profiler_warms_up_before_the_traced_steps"

@@ -19,8 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.checkpoint.saved import keeping_log
 from tests.jobs import TINY, job, run_to_end
 from tests.launch.run import finish, start, train
-from titanlite.errors import RunFailed
-from titanlite.observe.metrics import JsonLines, TensorBoard, require_wandb
+from titanlite.errors import RunFailed, UserError
+from titanlite.observe.metrics import JsonLines, TensorBoard
+from titanlite.observe.trackers import require_sinks
 from titanlite.train.report import Report
 
 needs_wandb = pytest.mark.skipif(
@@ -61,11 +62,11 @@ def tensorboard(folder: Path) -> Points:
     return {tag: {each.step: each.value for each in found} for tag, found in points.items()}
 
 
-def wandb_records(folder: Path) -> list[Any]:
+def wandb_records(folder: Path, run: str = "offline-run-*") -> list[Any]:
     """Read what W&B wrote offline: protobuf records in LevelDB's log format of 32 KiB blocks."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    (path,) = folder.glob(f"wandb/{run}/*.wandb")
     data, position, payload, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if position % 32768 > 32768 - 7:  # no room for a header: the rest of the block is padding
@@ -154,7 +155,7 @@ class Full:
 def test_a_disk_without_room_for_metrics_ends_a_run_only_if_a_failed_save_would(words):
     log, lines = keeping_log()
     config = job([*TINY, *f"--checkpoint.{words}".split()], world=1)
-    report = SimpleNamespace(sinks=[Full(), Full()], job=config, log=log)
+    report = SimpleNamespace(trackers=[], sinks=[Full(), Full()], job=config, log=log)
     says = r"\[Errno 28\] No space left on device: 'metrics.jsonl'"
     if words == "enable":
         with pytest.raises(RunFailed, match=f"^metrics: {says}"):
@@ -235,7 +236,7 @@ def test_a_missing_package_is_an_error_before_any_worker_starts(tmp_path, withou
     out_folder = tmp_path / "out"
     code, out = train([*TINY, "--metrics.enable_wandb"], out_folder, NGPU="1", **without_wandb)
     assert code == 2 and "nothing was started" in out and "Traceback" not in out
-    assert "metrics.enable_wandb = true" in out and f"{sys.executable} -m pip install wandb" in out
+    assert 'metrics.sinks = "wandb": ' in out and f"{sys.executable} -m pip install wandb" in out
     assert not out_folder.exists()
 
 
@@ -255,8 +256,8 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(Exception, match="pip install .*wandb, or remove"):
-        require_wandb()
+    with pytest.raises(UserError, match="pip install .*wandb, or remove"):
+        require_sinks(job([*TINY, "--metrics.enable_wandb"], world=1).config)
 
 
 @pytest.mark.long
@@ -271,5 +272,5 @@ def test_a_missing_api_key_is_an_error_without_a_traceback(tmp_path):
     code, out = train([*TINY, "--metrics.enable_wandb"], tmp_path / "out", NGPU="1", **home)
     assert code == 2 and "Traceback" not in out
     assert (
-        "metrics.enable_wandb = true: No API key configured" in out and "WANDB_MODE=offline" in out
+        "the sink wandb can't start: No API key configured" in out and "WANDB_MODE=offline" in out
     )

@@ -26,8 +26,10 @@ class Metrics(Section):
     save_tb_folder: Annotated[str, Only("metrics.enable_tensorboard")] = "tb"
     """Folder for TensorBoard events inside job.dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases, to the project in WANDB_PROJECT or "titanlite"; needs the package
-    wandb.
+    """Log to Weights & Biases; the same as "wandb" in sinks."""
+    sinks: list[str] = []
+    """Trackers that get the metrics too: "wandb", "mlflow", "trackio", "comet", and those that
+    model.package or an installed package registers.
     """
     disable_color_printing: bool = False
     """Print without colors."""

@@ -146,7 +146,7 @@ def _open_dataset(
 
 def _check_without_model(check: Check, job: Job, device: str) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
-    from titanlite.observe.metrics import require_wandb
+    from titanlite.observe.trackers import require_sinks
     from titanlite.parallel import compile, float8
     from titanlite.parallel.convert import build_converters
 
@@ -171,8 +171,7 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
-    if config.metrics.enable_wandb:
-        check(require_wandb)
+    check(require_sinks, config)
 
 
 def _check_gpus(device: str) -> None:

@@ -1,5 +1,5 @@
-"""What a run records: metrics.jsonl always, TensorBoard and W&B where enabled; and the line on the
-console.
+"""What a run records: metrics.jsonl always, TensorBoard where enabled; and the line on the console.
+trackers.py has the sinks of other packages.
 """
 
 import json
@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-from titanlite.config.schema import JobConfig
-from titanlite.errors import UserError, install_command
+Values = dict[str, Any]  # numbers, or None, by the keys of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class StepRecord:
             f"tflops: {self.tflops:,.2f}  mfu: {mfu}  eta: {eta}  data: {self.data_percent:.1f}%"
         )
 
-    def tags(self) -> dict[str, float]:
+    def tags(self) -> Values:
         """Return the values under TorchTitan's names, for existing dashboards."""
         tags = {
             "loss_metrics/global_avg_loss": self.loss,
@@ -77,33 +75,10 @@ class StepRecord:
         return tags if self.mfu is None else {**tags, "mfu(%)": self.mfu}
 
 
-Values = dict[str, Any]  # numbers, or None, by the keys of metrics.jsonl
-
-
-class Sink(Protocol):
-    """Somewhere that numbers are recorded."""
-
-    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        """Record numbers of a step, named as in metrics.jsonl (`values`) or as in TensorBoard
-        (`tags`).
-        """
-
-    def close(self) -> None: ...
-
-
-def open_sinks(folder: Path, config: JobConfig, after: int) -> list[Sink]:
-    """Return every sink that the config enables; earlier records after step `after` are dropped."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", after)]
-    if config.metrics.enable_tensorboard:
-        sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after))
-    if config.metrics.enable_wandb:
-        sinks.append(WeightsAndBiases(folder, config))
-    return sinks
-
-
 class JsonLines:
     """metrics.jsonl: one object per line, floats in full precision; null for values that are not
-    finite.
+    finite. A sink records numbers of a step, named as there (`values`) or as in TensorBoard
+    (`tags`); as a file it drops earlier records after step `after`.
     """
 
     def __init__(self, path: Path, after: int = 0) -> None:
@@ -112,7 +87,7 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
         self.close = self._file.close
 
-    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+    def write(self, step: int, values: Values, tags: Values) -> None:
         finite = {
             key: None if value is None or not math.isfinite(value) else value
             for key, value in values.items()
@@ -142,7 +117,7 @@ class TensorBoard:
         if after:
             self._add(step=after + 1, session_log={"status": "START"})  # later records are dropped
 
-    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+    def write(self, step: int, values: Values, tags: Values) -> None:
         self._add(
             step=step,
             summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]},
@@ -165,37 +140,6 @@ def _append(file: FileIO, record: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
-class WeightsAndBiases:
-    """A Weights & Biases run with TensorBoard's tags. WANDB_MODE, WANDB_ENTITY and the like work as
-    usual.
-    """
-
-    def __init__(self, folder: Path, config: JobConfig) -> None:
-        require_wandb()
-        import wandb  # costs half a second, and is an extra
-
-        self._step = 0
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "titanlite"),
-                dir=folder,
-                notes=config.job.description,
-                config=config.model_dump(),
-            )
-        except wandb.Error as error:  # no key, no network
-            raise UserError(
-                f"metrics.enable_wandb = true: {error} Without a network: WANDB_MODE=offline"
-            ) from error
-
-    def write(self, step: int, values: Values, tags: dict[str, float]) -> None:
-        # W&B drops records of an earlier step, such as of a finished save.
-        self._step = max(step, self._step)
-        self._run.log(tags, step=self._step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def _drop_later(path: Path, after: int) -> None:
     """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left
     incomplete.
@@ -207,18 +151,6 @@ def _drop_later(path: Path, after: int) -> None:
                 break
             end += len(line)
     os.truncate(path, end)
-
-
-def require_wandb() -> None:
-    """Raise UserError if wandb is not installed. A folder ./wandb, which W&B leaves behind, is not
-    the package.
-    """
-    spec = find_spec("wandb")
-    if spec is None or spec.origin is None:
-        raise UserError(
-            "metrics.enable_wandb = true: the package wandb is not installed; "
-            f"{install_command('wandb')}, or remove the key"
-        )
 
 
 def format_duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 from titanlite.layout import DIMENSIONS
 
-METRICS = "metrics.jsonl"
+METRICS, RUN_ID = "metrics.jsonl", "run_id"
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
@@ -28,7 +29,8 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     """Move an earlier run's files to previous/<time>/, and return that folder; None if there were
     none.
 
-    A resumed run appends to its metrics and traces. W&B's folder stays: it has a path for each run.
+    A resumed run appends to its metrics and traces. Folders of trackers stay: these have a path for
+    each run.
     """
     dump_folder, profiling = Path(config.job.dump_folder), config.profiling
     appended = (
@@ -36,7 +38,7 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
         profiling.save_traces_folder,
         profiling.save_memory_snapshot_folder,
     )
-    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, *appended)
+    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, RUN_ID, *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
@@ -47,19 +49,13 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
             f"has {', '.join(path.name for path in paths)}"
         )
         raise UserError(f"{foreign}, which no run wrote and a run would move; use another folder")
-    archive = new_archive_folder(dump_folder)
-    for path in paths:
-        path.rename(archive / path.name)
-    return archive
+    return new_archive_folder(dump_folder, paths)
 
 
 def begin_of_metrics(dump_folder: Path, size: int) -> dict[str, int]:
     """Return the size and the checksum of the first bytes of metrics.jsonl, at most `size`."""
-    try:
-        with (dump_folder / METRICS).open("rb") as file:
-            content = file.read(size)
-    except FileNotFoundError:
-        content = b""
+    file = dump_folder / METRICS
+    content = file.read_bytes()[:size] if file.exists() else b""
     return {"size": len(content), "crc32": zlib.crc32(content)}
 
 
@@ -68,7 +64,8 @@ def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
 
     Another run's are moved to previous/; the run's own come from there, if it has them. Return a
     line for the log."""
-    dump_folder, names = Path(config.job.dump_folder), (METRICS, config.metrics.save_tb_folder)
+    dump_folder = Path(config.job.dump_folder)
+    names = (METRICS, RUN_ID, config.metrics.save_tb_folder)
     if begin_of_metrics(dump_folder, begin["size"]) == begin:
         return ""
     archived = sorted((dump_folder / "previous").glob("*"), reverse=True)
@@ -78,10 +75,7 @@ def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
         f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
     )
     if paths:
-        archive = new_archive_folder(dump_folder)
-        for path in paths:
-            path.rename(archive / path.name)
-        notice += f"; another run's record is now in {archive}"
+        notice += f"; another run's record is now in {new_archive_folder(dump_folder, paths)}"
     if not own:
         return notice
     for path in (own[0] / name for name in names):
@@ -92,14 +86,16 @@ def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
     return f"{METRICS} continues the record of the checkpoint's run, from {own[0]}"
 
 
-def new_archive_folder(dump_folder: Path) -> Path:
-    """Make and return a folder previous/<time>."""
+def new_archive_folder(dump_folder: Path, paths: Iterable[Path] = ()) -> Path:
+    """Make and return a folder previous/<time>, with the files that are moved there."""
     start = archive = dump_folder / "previous" / time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 1
     while archive.exists():
         number += 1
         archive = start.with_name(f"{start.name}_{number}")
     archive.mkdir(parents=True)
+    for path in paths:
+        path.rename(archive / path.name)
     return archive
 
 

@@ -1,4 +1,5 @@
-"""Declarations of models, optimizers and converters, and registration by name. The public face.
+"""Declarations of models, optimizers, converters and sinks, and registration by name: the public
+face.
 
 May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or
 anything above.
@@ -27,13 +28,16 @@ from titanlite.registry.model import (
 )
 from titanlite.registry.register import (
     OptimizerSpec,
+    SinkSpec,
     find_converter,
     get_model,
     get_optimizer,
+    get_sink,
     model_names,
     register_converter,
     register_model,
     register_optimizer,
+    register_sink,
 )
 
 # Earlier names, which users' packages may import.

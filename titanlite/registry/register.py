@@ -1,5 +1,5 @@
-"""Models, optimizers and converters by name: built in, registered by `model.package`, or from an
-entry point.
+"""Models, optimizers, converters and sinks by name: built in, registered by `model.package`, or
+from an entry point.
 """
 
 import importlib
@@ -125,6 +125,39 @@ def register_converter(name: str, build: str) -> None:
 
 
 register_converter("float8", "titanlite.parallel.float8:Float8")
+
+
+@dataclass(frozen=True)
+class SinkSpec:
+    """A sink of metrics.sinks."""
+
+    name: str
+    build: str
+    """"package.module:function", imported late.
+
+    It is called with (config, the run's id) and returns three functions, see observe/trackers.py.
+    """
+    package: str = "titanlite"
+    """The package that it needs, and that a user installs."""
+    offline: str = ""
+    """How to use it without a network."""
+
+
+_sinks = Registry[SinkSpec]("sink")
+get_sink = _sinks.find
+
+
+def register_sink(spec: SinkSpec) -> SinkSpec:
+    """Register a sink under its name."""
+    _sinks.items[spec.name] = spec
+    return spec
+
+
+_built_in = "titanlite.observe.trackers"
+register_sink(SinkSpec("wandb", f"{_built_in}:wandb", "wandb", "WANDB_MODE=offline"))
+register_sink(SinkSpec("mlflow", f"{_built_in}:mlflow", "mlflow"))
+register_sink(SinkSpec("trackio", f"{_built_in}:trackio", "trackio"))
+register_sink(SinkSpec("comet", f"{_built_in}:comet", "comet_ml", "COMET_START_ONLINE=0"))
 
 
 def import_package(package: str) -> None:

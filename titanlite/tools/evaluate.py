@@ -67,20 +67,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _own_data(arguments: Namespace) -> list[str]:
     """Return the overrides of the options that name other data."""
+    steps = [f"--validation.steps={arguments.steps}"] if arguments.steps else []
     if arguments.dataset is None:
         if arguments.dataset_path is not None:
             raise UserError(
                 f"--dataset-path {arguments.dataset_path}: name its kind too, "
                 'as in "--dataset text"'
             )
-        if arguments.steps is None:
-            return []
-        return [f"--validation.steps={arguments.steps}"]
+        return steps
     return [
         f"--validation.dataset={arguments.dataset}",
         f"--validation.dataset_path={arguments.dataset_path or ''}",
         "--validation.enable",
-        f"--validation.steps={arguments.steps or '-1'}",
+        *(steps or ["--validation.steps=-1"]),
     ]
 
 

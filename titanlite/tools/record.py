@@ -120,13 +120,12 @@ def smooth(y: np.ndarray) -> np.ndarray:
 
     At the start, where curves are steep, the window shrinks; at the end it is cut.
     """
-    index, valid = np.arange(len(y)), np.isfinite(y)
-    half = np.minimum(max(2, len(y) // 60), index) if len(y) >= 60 else 0 * index
-    first, end = index - half, np.minimum(index + half + 1, len(y))
-    sums, counts = (np.append(0, np.cumsum(values)) for values in (np.where(valid, y, 0.0), valid))
-    return np.where(
-        valid, (sums[end] - sums[first]) / np.maximum(counts[end] - counts[first], 1), np.nan
-    )
+    most = max(2, len(y) // 60) if len(y) >= 60 else 0
+    finite, means = np.where(np.isfinite(y), y, np.nan), np.full(len(y), np.nan)
+    for place in np.flatnonzero(np.isfinite(y)):
+        half = min(most, place)
+        means[place] = np.nanmean(finite[place - half : place + half + 1])
+    return means
 
 
 def chart(values: np.ndarray, width: int) -> str:

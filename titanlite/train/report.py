@@ -6,6 +6,7 @@ Every rank makes a Report, since the loss is reduced over all of them; only rank
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from titanlite.checkpoint.saver import PendingSave
 from titanlite.errors import RunFailed
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory
-from titanlite.observe.metrics import Sink, StepRecord, Values, open_sinks
-from titanlite.observe.run_folder import describe_run
+from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
+from titanlite.observe.run_folder import METRICS, describe_run
 from titanlite.observe.throughput import peak_tflops
+from titanlite.observe.trackers import Background, open_trackers
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
@@ -37,14 +39,23 @@ class Report:
         self.job, self.device = self.context.job, self.context.device
         self.peak, self.retries = peak_tflops(self.device), AllocatorRetries()
         self.clock = StepClock()
-        self.sinks: list[Sink] = []
+        self.sinks: list[Any] = []
+        self.trackers: list[Background] = []
 
     def open_sinks(self, seed: int, step: int) -> None:
-        """Describe the run in its folder and open the sinks, which drop records after `step`."""
+        """Describe the run in its folder and open the sinks; files drop records after `step`, for
+        which they are opened again.
+        """
         if self.rank_info.rank == 0:
-            folder = Path(self.job.config.job.dump_folder)
+            config = self.job.config
+            folder = Path(config.job.dump_folder)
             describe_run(folder, self.job, seed, self.device.type)
-            self.sinks = open_sinks(folder, self.job.config, after=step)
+            for sink in self.sinks:
+                sink.close()
+            self.sinks = [JsonLines(folder / METRICS, after=step)]
+            if config.metrics.enable_tensorboard:
+                self.sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after=step))
+            self.trackers = self.trackers or open_trackers(config, self.log, after=step)
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
@@ -120,15 +131,11 @@ class Report:
             if save.mirror_behind is not None:
                 values["mirror_steps_behind"] = save.mirror_behind
             self._write(save.step, values, tags)
-            grace, written = self.job.config.fault.grace_seconds, save.costs["write"]
-            if written > grace:
-                self.log.warning(
-                    f"step {save.step} took {written:.0f} s to write, and a run that is asked to "
-                    f"stop has fault.grace_seconds = {grace}: give it more, or it loses that save"
-                )
 
-    def _write(self, step: int, values: Values, tags: dict[str, float]) -> None:
+    def _write(self, step: int, values: Values, tags: Values) -> None:
         """Record numbers. A disk without room for them ends the run only if a failed save would."""
+        for tracker in self.trackers:
+            tracker.write(step, tags)
         for sink in self.sinks:
             try:
                 sink.write(step, values, tags)
@@ -141,9 +148,11 @@ class Report:
                     ) from error
                 self.log.warning(f"metrics of step {step} are lost: {error}; training continues")
 
-    def close(self) -> None:
+    def close(self, state: str = "") -> None:
         for sink in self.sinks:
             sink.close()
+        for tracker in self.trackers:
+            tracker.close(state)
 
 
 def loss_over_ranks(

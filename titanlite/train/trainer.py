@@ -210,6 +210,7 @@ class Trainer:
             self._run_to_target()
         except BaseException:
             self.saver.wait_ignoring_errors()
+            self.report.close("failed")
             raise
         self.guard.flush()
         self.saver.finish_save()
@@ -370,7 +371,6 @@ class Trainer:
         self.runner.notify_converters()
         self._set_position(resume.position)
         self.guard.load_state_dict(resume.guard)
-        self.report.close()
         self.report.open_sinks(self.seed, self.step)  # as in a resume, later records are dropped
         self.report.clock.restart()
 

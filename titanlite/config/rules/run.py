@@ -10,7 +10,7 @@ from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
-from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer
+from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer, get_sink
 from titanlite.registry.lora import Adapters
 from titanlite.registry.register import import_package
 
@@ -96,14 +96,19 @@ def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
         yield "lora.dropout", why
 
 
-def _converters_exist(
+def _names_are_registered(
     config: ConfigView, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported
-    for name in config.model.converters:
-        try:
-            find_converter("float8" if name in FLOAT8_CONVERTERS else name)
-        except UserError as error:
-            yield "model.converters", str(error)
+    converters = ["float8" if x in FLOAT8_CONVERTERS else x for x in config.model.converters]
+    for key, names, find in (
+        ("model.converters", converters, find_converter),
+        ("metrics.sinks", config.metrics.sinks, get_sink),
+    ):
+        for name in names:
+            try:
+                find(name)
+            except UserError as error:
+                yield key, str(error)
 
 
 def _optimizer_has_the_keys(
