@@ -3,6 +3,7 @@ messages share.
 """
 
 import difflib
+import errno
 import shlex
 import shutil
 import sys
@@ -52,6 +53,11 @@ class GivenUp(RunFailed):
     """A budget of [fault] is used up: another start would not help."""
 
     code = GIVEN_UP
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do where no file more can be opened."""
+    return "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -27,9 +27,15 @@ from titanlite.train.guard import NonFinite
         (RunFailed("the data ended"), 1, "titanlite: the data ended\n"),
         (NonFinite("at step 3"), 1, "titanlite: at step 3\n"),
         (OSError(errno.ENOSPC, "No space", "logs"), 1, "titanlite: [Errno 28] No space: 'logs'\n"),
+        (
+            OSError(errno.EMFILE, "Too many open files", "a.bin"),
+            1,
+            "titanlite: [Errno 24] Too many open files: 'a.bin'; raise the limit of open files "
+            "(ulimit -n)\n",
+        ),
         (ValueError("a bug"), 1, f"{FAILED_MARK}\nTraceback"),
     ],
-    ids=["user error", "failed run", "loss not finite", "full disk", "bug"],
+    ids=["user error", "failed run", "loss not finite", "full disk", "files", "bug"],
 )
 def test_only_a_bug_has_a_traceback(monkeypatch, capsys, tmp_path, error, code, printed):
     def fail(*_):

@@ -20,7 +20,7 @@ import numpy as np
 
 from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.data.megatron import index_of, read_index
-from titanlite.errors import RunFailed, UserError, first_line
+from titanlite.errors import RunFailed, UserError, first_line, remedy
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -73,7 +73,7 @@ def open_shard(path: Path, vocab_size: int) -> Shard:
             return _open_npy(path, vocab_size)
         first = np.fromfile(path, dtype=np.int32, count=3)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}{remedy(error)}") from None
     if size < HEADER_BYTES or first[0] != MAGIC or first[1] not in (1, 2):
         raise UserError(
             f"{path} is not a token shard: it does not start with {MAGIC} and version 1 or 2"
@@ -209,7 +209,9 @@ class ShardSource:
             file = self._open(shard.path)
             content = os.pread(file.fileno(), length * size, shard.start + offset * size)
         except OSError as error:
-            raise RunFailed(f"{shard.path} cannot be read: {error.strerror}") from None
+            raise RunFailed(
+                f"{shard.path} cannot be read: {error.strerror}{remedy(error)}"
+            ) from None
         if len(content) != length * size:
             raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
         return np.frombuffer(content, shard.dtype)

@@ -18,7 +18,7 @@ from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import OK, RunFailed, UserError, first_line, print_notice
+from titanlite.errors import OK, RunFailed, UserError, first_line, print_notice, remedy
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
@@ -85,8 +85,8 @@ def main(
 
 def _in_one_line(error: BaseException) -> BaseException:
     """Return the error, or one with a message instead of a traceback."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunFailed(str(error))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
+        return RunFailed(f"{error}{remedy(error)}")
     # In the first step it would happen again.
     if isinstance(error, torch.OutOfMemoryError) and OWN_PAGE.step == OWN_PAGE.first_step:
         where = f"step {OWN_PAGE.step}" if OWN_PAGE.step else "the start"
