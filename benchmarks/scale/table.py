@@ -14,21 +14,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from titanlite.config.schema import JobConfig
-from titanlite.data.mixture import Mixture
-from titanlite.errors import format_table
-from titanlite.fault.board import Board, Link, open_board
-from titanlite.fault.decide import Decider, Restarts
-from titanlite.fault.status import Beat, Status, dump
-from titanlite.optim.muon import Spread, _plan
-from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts
-from titanlite.train.rank_facts import Facts
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from tests.checkpoint.test_places import large  # noqa: E402
+from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest  # noqa: E402
+from titanlite.checkpoint.places import rank_file, spread  # noqa: E402
+from titanlite.config.schema import JobConfig  # noqa: E402
+from titanlite.data.mixture import Mixture  # noqa: E402
+from titanlite.data.shards import ShardSource  # noqa: E402
+from titanlite.errors import format_table  # noqa: E402
+from titanlite.fault.board import Board, Link, open_board  # noqa: E402
+from titanlite.fault.decide import Decider, Restarts  # noqa: E402
+from titanlite.fault.status import Beat, Status, dump  # noqa: E402
+from titanlite.optim.muon import Spread, _plan  # noqa: E402
+from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts  # noqa: E402
+from titanlite.train.rank_facts import Facts  # noqa: E402
 
 RANKS = (64, 512, 4096, 16_384, 98_304)
 A_NODE = 8
@@ -137,12 +144,41 @@ def replicas(ranks: int) -> dict[str, float]:
     return {"replicas: bytes of a rank (405B, HSDP or TP: 4,548 tensors)": 2 * 16 * 4548}
 
 
+def checkpoint(ranks: int) -> dict[str, float]:
+    """The manifest of 405B with AdamW, made by rank 0 and read by any."""
+    (tensors,) = large(ranks // A_NODE, A_NODE, 1)
+    files = {rank_file(rank): File(1 << 32, 1 << 31) for rank in range(ranks)}
+
+    def make() -> None:
+        manifest = Manifest(1, False, files, {**spread(tensors)})
+        (folder / MANIFEST).write_bytes(manifest.render())
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        return {
+            "checkpoint: rank 0 makes the manifest, 405B, s": processor_seconds(make),
+            "checkpoint: the manifest, bytes": (folder / MANIFEST).stat().st_size,
+            "checkpoint: reading it, s": processor_seconds(lambda: read_manifest(folder)),
+        }
+
+
+def shards(ranks: int) -> dict[str, float]:
+    """A source of as many listed shards as ranks."""
+    listed = [{"file": f"tokens-{number:06}.bin", "tokens": 1 << 30} for number in range(ranks)]
+    document = {"fingerprint": "x", "state": "", "end": 9, "vocab_size": 1 << 17, "shards": listed}
+    with TemporaryDirectory() as name:
+        Path(name, MANIFEST).write_text(json.dumps(document))
+        path = Path(name)
+        opening = processor_seconds(lambda: ShardSource("training", path, 1 << 17, 9))
+    return {"data: as many shards as ranks are opened, s": opening}
+
+
 def mixture(ranks: int) -> dict[str, float]:
     weights = [0.02] * 48 + [0.0199, 0.0201]
     return {"data: a mixture of 50 sources, s": processor_seconds(lambda: Mixture((*weights,)))}
 
 
-LAWS = (network, muon, board, replicas, mixture)
+LAWS = (network, muon, board, replicas, checkpoint, shards, mixture)
 
 
 def main() -> None:
