@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 198_530}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 198_570}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -55,7 +55,7 @@ titanlite: 173,250 stood when the issues after that of rings began, whose own go
 not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 890, the
 cores near a GPU and a warning of slow saves 165, the planner 7,020 (3,000; 1,600 for pipelines,
 2,690 to plan these within a minute, 580 for compiled blocks), the first hour 2,000 (2,000: `init`
-480, `top` to `--sweep` 1,520), and scale 4,220, which is 3,220 above its allowance.
+480, `top` to `--sweep` 1,520), and scale 4,260, which is 3,260 above its allowance.
 the first hour, what was left: trackers 1,060 (1,000 for all of it).
 models and data that people bring: 3,530 of 3,000, for transformers' classes and formats of data
 1,500, for LoRA 2,030.
@@ -76,7 +76,8 @@ RING_1_MAY_IMPORT = {
         """,
     "the trainer starts, saves, validates, logs and stops": """
         checkpoint.folder checkpoint.manifest checkpoint.saver checkpoint.source
-        checkpoint.state fault.stop observe.profiler observe.run_folder observe.throughput
+        checkpoint.state fault.beat fault.stop observe.profiler observe.run_folder
+        observe.throughput
         train.generate train.network train.rank_facts train.report train.validate
         """,
     "windows are cut from any source": """

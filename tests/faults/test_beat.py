@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig, config_of
-from titanlite.fault.beat import Heart, beat_of, phase_limit
+from titanlite.fault.beat import Heart, beat_of, longest_limit, phase_limit
 from titanlite.fault.board import Board, Link, open_board
 from titanlite.fault.inspection import wait_until
 from titanlite.fault.stall import ENDED
@@ -47,6 +47,14 @@ def test_a_phase_ends_in_the_one_around_it_and_an_error_keeps_it():
 def test_each_phase_has_its_limit(step, phase, stall, limit):
     config = config_of({"fault.stall_seconds": stall})
     assert phase_limit(config, Page(step=step, phase=phase, first_step=8))[0] == limit
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_collectives_wait_longer_than_any_phase_of_a_step(validates):
+    config = config_of({"validation.enable": validates, "generate.at_end": False})
+    phases = ["data", "forward", "log", *["validation"] * validates]
+    limits = [phase_limit(config, Page(step=9, phase=each, first_step=8))[0] for each in phases]
+    assert longest_limit(config) == max(limits) == (300 if validates else 100)
 
 
 def test_a_launched_rank_shows_where_it_is_and_learns_that_it_should_stop(tmp_path, monkeypatch):

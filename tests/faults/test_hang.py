@@ -218,6 +218,16 @@ def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault,
 
 
 @pytest.mark.long
+def test_a_hang_in_validation_is_reported_before_its_collectives_give_up(tmp_path):
+    """It may take as long as a start, which compiles; they would wait 15 s more than a step."""
+    argv = "--validation.enable --validation.freq=5 --validation.steps=2".split()
+    argv += ["--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=40"]
+    code, out = finish(injure(tmp_path, "stop:validation:1:5", 3, *argv))
+    last = out.partition("titanlite: the run hangs: no rank moved for 40 s")[2]
+    assert code == 1 and "rank 1: stopped\n" in last and "Timed out" not in out, out
+
+
+@pytest.mark.long
 def test_a_rank_that_dies_when_it_is_asked_for_its_stack_does_not_hide_the_hang(tmp_path):
     code, out = finish(injure(tmp_path, "deaf:backward:1:5", 3))
     assert (

@@ -54,6 +54,16 @@ def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
     )
 
 
+def longest_limit(config: JobConfig) -> int:
+    """Return the most seconds that any phase after the first step may take, saves and loads aside:
+    collectives wait longer, so that the report of a hang comes first.
+    """
+    limits = [config.comm.train_timeout_seconds, config.fault.stall_seconds]
+    if config.validation.enable or config.generate.at_end:
+        limits.append(config.comm.init_timeout_seconds)
+    return max(limits)
+
+
 def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
     """Return the content of a page of this host, as of its last heartbeat."""
     seconds = max(0.0, round(page.heartbeat - page.since, 1))

@@ -25,6 +25,7 @@ from titanlite.data.stream import Stream, StreamLoader
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import Windows, training_data, validation_data
 from titanlite.errors import RunFailed
+from titanlite.fault.beat import longest_limit
 from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_folder import git_revision
@@ -263,8 +264,7 @@ class Trainer:
     def _shorten_timeouts(self) -> None:
         """Set the collectives' timeout for running, after the first step."""
         dist.barrier()  # all ranks must finish compiling before the shorter timeout applies
-        config = self.job.config
-        limit = max(config.comm.train_timeout_seconds, config.fault.stall_seconds)
+        limit = longest_limit(self.job.config)
         set_collective_timeout(limit, excluded=self.checkpoints.groups)
 
     def _finish_step(self) -> None:
