@@ -49,8 +49,8 @@ def wandb(config: Values, run_id: str) -> Tracker:
 
 
 def mlflow(config: Values, run_id: str) -> Tracker:
-    folder = Path(config["job.dump_folder"]).absolute()
-    os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+    folder = Path(config["job.dump_folder"])
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"{folder}/mlruns")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database is another package
     import mlflow
 
@@ -116,8 +116,7 @@ class Background:
         """Send how the run ended."""
         state = state or ("finished" if self._step >= self._steps else "stopped")
         ending = {"state": state, "last_step": self._step}
-        self._call(lambda tracker: tracker[1](ending))
-        last = self._call(lambda tracker: tracker[2](state))
+        last = self._call(lambda tracker: (tracker[1](ending), tracker[2](state)))
         if wait([last], END_SECONDS[state]).not_done:
             self._log.warning(f"sink {self._name}: no answer; the last records may be lost")
 
@@ -149,11 +148,12 @@ def require_sinks(config: JobConfig) -> list[SinkSpec]:
 
     A folder ./wandb, which W&B leaves behind, is not the package.
     """
-    settings, specs = config.metrics, []
-    for name in {*settings.sinks, *["wandb"] * settings.enable_wandb}:
-        specs.append(spec := get_sink(name, config.model.package))
+    settings, package = config.metrics, config.model.package
+    names = {*settings.sinks, *["wandb"] * settings.enable_wandb}
+    specs = [get_sink(name, package) for name in names]
+    for spec in specs:
         if not getattr(find_spec(spec.package), "origin", None):
             command = install_command(spec.package)
             why = f"the package {spec.package} is not installed; {command}, or remove the sink"
-            raise UserError(why, "metrics.sinks", name)
+            raise UserError(why, "metrics.sinks", spec.name)
     return specs

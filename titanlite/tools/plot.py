@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titanlite.config.options import declare
-from titanlite.errors import UserError, format_table, install_command, print_notice
+from titanlite.errors import UserError, columns, format_table, print_notice
 from titanlite.observe.page import write_html
-from titanlite.tools.record import TITLES, Run, read_run, smooth
+from titanlite.tools.record import TITLES, Run, chart, read_run, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
             Path("curves.html"),
         ),
         "--x steps|tokens|hours": ("x axis (default: steps)", str, "steps"),
+        "--text": "print the losses in the terminal instead",
     }
     declare(parser, options)
     parser.epilog = "example: titanlite plot outputs other_run --out curves.png --x hours"
@@ -44,6 +45,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Draw the runs into a file, and print how far each has come."""
     out, runs = arguments.out, read_runs(arguments.dump)
+    if arguments.text:
+        width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
+        rows = [(run.name, chart(run.logged["loss"], width)) for run in runs]
+        print(summarize(runs), format_table(rows, align="<>"), sep="\n\n")
+        return 0
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
     figure, table = draw(runs, arguments.x), summarize(runs)
@@ -108,14 +114,9 @@ def summarize(runs: list[Run]) -> str:
 
 def draw(runs: list[Run], x_axis: str) -> Figure:
     """Return the figure; validation has a panel where a run validated."""
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        remedy = install_command("matplotlib")
-        raise UserError(
-            f"titanlite plot needs the package matplotlib, which is not installed: {remedy}"
-        ) from error
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
     style.use(Path(__file__).with_suffix(".mplstyle"))
     figure = Figure(figsize=(12.4, 7.2), layout="constrained")
     validation = "validation_loss" if any(len(run.validated) for run in runs) else "loss"

@@ -121,10 +121,11 @@ def smooth(y: np.ndarray) -> np.ndarray:
     At the start, where curves are steep, the window shrinks; at the end it is cut.
     """
     most = max(2, len(y) // 60) if len(y) >= 60 else 0
-    finite, means = np.where(np.isfinite(y), y, np.nan), np.full(len(y), np.nan)
-    for place in np.flatnonzero(np.isfinite(y)):
+    valid, means = np.isfinite(y), np.full(len(y), np.nan)
+    for place in np.flatnonzero(valid):
         half = min(most, place)
-        means[place] = np.nanmean(finite[place - half : place + half + 1])
+        window = slice(place - half, place + half + 1)
+        means[place] = y[window][valid[window]].mean()
     return means
 
 
@@ -134,5 +135,5 @@ def chart(values: np.ndarray, width: int) -> str:
     """
     blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
-    levels = np.interp(means, (np.nanmin(means), np.nanmax(means)), (1, 8))
+    levels = np.interp(means, (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
     return "".join(blocks[round(level)] for level in np.nan_to_num(levels))
