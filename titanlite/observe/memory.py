@@ -51,23 +51,14 @@ def memory_tags(device: torch.device) -> dict[str, float]:
     return tags | {f"memory/{name}": stats[name] for name in ("num_alloc_retries", "num_ooms")}
 
 
-class AllocatorRetries:
-    """Warns when the GPU's allocator had to flush its cache to find memory, which synchronizes the
-    device.
+def retries_warning(retries: float, reported: float) -> str:
+    """Return a warning if the GPU's allocator had to flush its cache to find memory since that was
+    reported, which synchronizes the device; else an empty string.
     """
-
-    def __init__(self) -> None:
-        self._reported = 0.0
-
-    def warning(self, tags: dict[str, float]) -> str:
-        """Return a warning if retries were added to the memory tags since the last call, else an
-        empty string.
-        """
-        retries = tags.get("memory/num_alloc_retries", 0.0)
-        added, self._reported = retries - self._reported, retries
-        if added <= 0:
-            return ""
-        return (
-            f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} "
-            f"since the last logged step (each synchronizes the device); {REMEDY}"
-        )
+    added = retries - reported
+    if added <= 0:
+        return ""
+    return (
+        f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} "
+        f"since the last logged step (each synchronizes the device); {REMEDY}"
+    )

@@ -136,11 +136,11 @@ class Background:
 
 def open_trackers(config: JobConfig, log: logging.Logger, after: int) -> list[Background]:
     """Return the sinks that the config names."""
-    file = Path(config.job.dump_folder, RUN_ID)
-    if not file.exists():
+    specs, file = require_sinks(config), Path(config.job.dump_folder, RUN_ID)
+    if specs and not file.exists():
         file.write_text(uuid.uuid4().hex)
-    values, run_id = {key: value_of(config, key) for key in KEYS}, file.read_text()
-    return [Background(spec, values, run_id, log, after) for spec in require_sinks(config)]
+    values = {key: value_of(config, key) for key in KEYS}
+    return [Background(spec, values, file.read_text(), log, after) for spec in specs]
 
 
 def require_sinks(config: JobConfig) -> list[SinkSpec]:

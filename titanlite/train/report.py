@@ -15,7 +15,7 @@ from torch import Tensor
 from titanlite.checkpoint.saver import PendingSave
 from titanlite.errors import RunFailed
 from titanlite.observe.clock import StepClock
-from titanlite.observe.memory import AllocatorRetries, memory_tags, peak_memory
+from titanlite.observe.memory import memory_tags, peak_memory, retries_warning
 from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.run_folder import METRICS, describe_run
 from titanlite.observe.throughput import peak_tflops
@@ -37,7 +37,7 @@ class Report:
 
     def __post_init__(self) -> None:
         self.job, self.device = self.context.job, self.context.device
-        self.peak, self.retries = peak_tflops(self.device), AllocatorRetries()
+        self.peak, self.retries = peak_tflops(self.device), 0.0
         self.clock = StepClock()
         self.sinks: list[Any] = []
         self.trackers: list[Background] = []
@@ -105,8 +105,10 @@ class Report:
         )
         self.log.info(record.line(job.config.training.steps, memory_percent))
         tags = memory_tags(self.device)
-        if warning := self.retries.warning(tags):
+        retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
+        if warning := retries_warning(retries, self.retries):
             self.log.warning(warning)
+        self.retries = retries
         tags |= record.tags() | {f"moe/{name}": value for name, value in of_experts.items()}
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
