@@ -18,7 +18,7 @@ SHORT = " ".join(
     --checkpoint.interval 2 --generate.no_at_end""".split()
 )
 PROOFS = {
-    "own-text": r"shard: shards|from token |wrote report|run/checkpoint/step-4|\nThe ",
+    "own-text": r"shard: shards|run/checkpoint/step-4|\nThe ",
     "new-model": r"layers\.\*\.scale|1 passed",
     "cluster": "4 reached|resumed step 4 |step 6 reached|It fits: |step 8 reached|wrote curves",
 }
@@ -29,7 +29,7 @@ def script(page: str) -> str:
     """Return a page's blocks as one script, in order: files, and commands with runs as short as can
     be.
     """
-    lines = ["set -e"]
+    lines = ["set -e", "export NGPU=1"]
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         name, _, text = block.partition("\n")
         lines.append(f"cat > {name[2:]} <<'END'\n{text}END" if kind else block)
