@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 198_600}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 198_620}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -59,7 +59,7 @@ cores near a GPU and a warning of slow saves 165, the planner 7,020 (3,000; 1,60
 the first hour, what was left: 1,090 (1,000) for trackers and plots in the terminal.
 models and data that people bring: 3,530 of 3,000, for transformers' classes and formats of data
 1,500, for LoRA 2,030.
-object stores: 4,950 of 5,000, for the mirror and copies; nothing is left for checkpoint.folder and
+object stores: 4,970 of 5,000, for the mirror and copies; nothing is left for checkpoint.folder and
 shards by URL.
 rings 1 and 2: what the issue of rings allows.
 """

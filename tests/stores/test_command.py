@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import titanlite
 from tests.jobs import TINY, job
 from tests.launch.run import descendants, finish, records, start
 from tests.stores.server import credentials
 from titanlite.checkpoint.load import load_tensors
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
 from titanlite.launch.preflight import _check_mirror
@@ -144,3 +146,11 @@ def test_what_is_not_there_yet_is_refused_by_name(key, value, line):
     with pytest.raises(ConfigError) as caught:
         job([*TINY, "--checkpoint.enable", f"--{key}={value}"], world=1)
     assert f'{key} = "{value}"' in str(caught.value) and line in str(caught.value)
+
+
+def test_a_model_is_loaded_from_a_folder_and_a_url_is_told_how(capsys):
+    line = "s3://bucket/run: must be a folder here; titanlite checkpoint cp s3://bucket/run FOLDER"
+    with pytest.raises(UserError, match=line):
+        titanlite.load("s3://bucket/run")
+    assert main(["generate", "--checkpoint", "s3://bucket/run"]) == 2
+    assert line in " ".join(capsys.readouterr().err.split())

@@ -34,6 +34,7 @@ from titanlite.config.options import declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import UserError, some_of
 from titanlite.runtime import store
+from titanlite.runtime.bucket import local_folder
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -51,7 +52,7 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     about = """a checkpoint, a folder of them, or a run's dump folder \
 (default: the latest complete one of ./outputs, or of --config's job.dump_folder). \
 It is read with its own config, unless there is --config"""
-    declare(parser, {"--checkpoint PATH": (about, Path)})
+    declare(parser, {"--checkpoint PATH": (about, local_folder)})
 
 
 def load(
@@ -63,7 +64,8 @@ def load(
     from titanlite.data.tokenizer import open_tokenizer
 
     job, folder = saved_job(
-        Path(checkpoint), [*overrides, *[f"--model.package={package}"] * bool(package)]
+        local_folder(os.fspath(checkpoint)),
+        [*overrides, *[f"--model.package={package}"] * bool(package)],
     )
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
