@@ -12,6 +12,16 @@ from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
 from titanlite.verify.table import Row
 
+BARE = """
+from dataclasses import replace
+from titanlite.models.llama3 import SPEC
+from titanlite.registry import Rule, ones, register_model
+
+def rules(model):
+    return [*SPEC.rules(model), Rule("layers.*.scale", ones, "norm")]
+
+register_model(replace(SPEC, name="bare", rules=rules))
+"""
 ALL, ATTENTION = ["*"], ["layers.*.attention*"]
 
 
@@ -58,6 +68,18 @@ def test_a_degree_that_would_split_nothing_is_refused_by_name(capsys, name, whol
     assert (code, why in printed) == (2 if why else 0, True), printed
     if why:
         assert "legal: 1" in printed and f"{degree}_parallel_degree" in printed
+
+
+def test_a_parameter_without_a_module_of_its_own_is_not_split(tmp_path, monkeypatch, capsys):
+    """torch splits modules, by the weight that each has."""
+    (tmp_path / "bare.py").write_text(BARE)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ["config", "--world=2", "--training.local_batch_size=4", "--model.package=bare"]
+    argv += ["--model.name=bare", "--model.flavor=debugmodel"]
+    assert main([*argv, "--parallelism.tensor_parallel_degree=2"]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert 'layers.*.scale has the role "norm" of a module with a weight' in printed
+    assert main(argv) == 0
 
 
 @pytest.mark.long

@@ -139,6 +139,11 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
     roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
     if missing := {"embedding", "head"} - roles:
         return f'no row of its table has the role "{min(missing)}"'
+    for rule in rules:
+        name = rule.pattern.rpartition(".")[2]
+        if rule.tensor not in ("replicated", "expert") and name not in ("weight", "bias", "*"):
+            alone = 'a parameter outside of such a module is "replicated"'
+            return f'{rule.pattern} has the role "{rule.tensor}" of a module with a weight; {alone}'
     for number in range(shape.layers):
         path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
         length = len(path.split("."))
