@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 198_660}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 199_560}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -62,6 +62,7 @@ models and data that people bring: 3,530 of 3,000, for transformers' classes and
 1,500, for LoRA 2,030.
 object stores: 4,970 of 5,000, for the mirror and copies; nothing is left for checkpoint.folder and
 shards by URL.
+plans: 900 for offload, asynchronous tensor parallel and a search of pipelines.
 rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {

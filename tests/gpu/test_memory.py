@@ -31,6 +31,7 @@ PLANNED = {
     "prefetch": (2, "--parallelism.fsdp_forward_prefetch=1 --parallelism.fsdp_backward_prefetch=2"),
     "bfloat16": (2, "--training.dtype=bfloat16"),
     "context parallel": (2, "--parallelism.context_parallel_degree=2"),
+    "offloaded": (2, "--training.enable_cpu_offload"),
 }
 
 

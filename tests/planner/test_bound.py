@@ -82,7 +82,7 @@ CALIBRATION = ROWS[:3]
 
 
 def recording_of(row: Row) -> Recording:
-    return Recording([*_operations(row)], {}, {})
+    return Recording([*_operations(row)], {})
 
 
 def _operations(row: Row) -> Iterator[Operation]:
@@ -322,7 +322,7 @@ def test_the_bound_is_the_largest_of_compute_memory_links_and_network():
         Operation("optimizer", 0, moved=update),
     ]
     steps += [Operation("forward 0", 0, moved=10**15), Operation("forward 0", 0, collective=gather)]
-    found = speed_of([Recording(steps, {}, {})], layout, hardware, 1)[0]
+    found = speed_of([Recording(steps, {})], layout, hardware, 1)[0]
     seconds = {term.resource: term.seconds for term in found.terms}
     near, far = (1 << 40) * 7 / 8 / 450e9, (1 << 40) / 2 / 8 / 50e9
     assert seconds == pytest.approx(
@@ -337,7 +337,7 @@ def test_the_bound_is_the_largest_of_compute_memory_links_and_network():
     reduced = Operation(
         "backward 0", 0, collective=collective("all-reduce", "dp_shard", 16, 1 << 40)
     )
-    once = speed_of([Recording([reduced], {}, {})], layout, hardware, 1)[0]
+    once = speed_of([Recording([reduced], {})], layout, hardware, 1)[0]
     assert once.bound == pytest.approx(near) and once.estimate == pytest.approx(2 * near / 0.8)
 
 
@@ -362,7 +362,7 @@ def test_compute_waits_for_what_the_schedule_cannot_hide():
             steps.append(Operation(phase, 0, int(computed * unit), "bfloat16"))
             steps += [Operation(phase, 0, collective=reduction)] * phase.startswith("backward")
         steps.append(Operation("optimizer", 0))
-        return speed_of([Recording(steps, {}, {})], layout, hardware, 8 * 1000)[0]
+        return speed_of([Recording(steps, {})], layout, hardware, 8 * 1000)[0]
 
     hidden = step(0.5, 1, 0.25)
     assert hidden.estimate == pytest.approx(4 + 0.5 + 0.25)  # the first gather, the last reduction

@@ -1,14 +1,10 @@
-"""A step of a deep model, or of a large batch, from rehearsals of two small ones: equal at every
-operation.
-"""
-
-import dataclasses
+"""A step of a deep model from rehearsals of two shallow ones: equal at every operation."""
 
 import pytest
 
 from tests.jobs import TINY, job
 from tests.lanes import sample
-from titanlite.planner.depth import extrapolate, plan_step
+from titanlite.planner.depth import plan_step
 from titanlite.planner.rehearse import record_step
 
 AC = "--activation_checkpoint."
@@ -53,18 +49,6 @@ def test_five_micro_batches_are_planned_from_three():
     deep = job([*TINY, "--model.overrides.n_layers=7", *ACCUMULATING], 2)
     assert deep.batch.accumulation == 5
     assert plan_step(deep) == record_step(deep)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("flags", "world"), TECHNIQUES)
-def test_batches_of_two_and_three_give_a_batch_of_five(flags, world):
-    two = job([*TINY, "--model.overrides.n_layers=3", *flags], world)
-    of = [
-        dataclasses.replace(two, batch=dataclasses.replace(two.batch, local=size))
-        for size in (2, 3, 5)
-    ]
-    few, more, five = map(record_step, of)
-    assert extrapolate(few, more, 3) == five
 
 
 def test_a_model_whose_blocks_differ_is_rehearsed_whole():

@@ -51,7 +51,6 @@ def test_a_gather_too_many_is_named_with_its_dimension():
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--training.enable_cpu_offload"], "training.enable_cpu_offload"),
         (["--model.converters=['louder']", "--model.package=louder"], "model.converters"),
     ],
 )

@@ -61,7 +61,7 @@ def step(layers: int, micro_batches: int) -> Recording:
         for layer in reversed(range(layers)):
             add(f"backward {layer}", (layer + 2) * GIB // layers, 2 * 10**13)
     static = {"parameters": GIB, "optimizer": 2 * GIB, "gradients": GIB, "buffers": 0}
-    return Recording(operations, static, static | {"gradients": 0, "activations": 3 * GIB})
+    return Recording(operations, static)
 
 
 def plan(

@@ -8,14 +8,13 @@ import torch
 from tests.jobs import TINY, job
 from tests.planner.test_page import tables_of
 from titanlite.config.job import Job
-from titanlite.errors import UserError
 from titanlite.layout import Layout
 from titanlite.planner.hardware import load_hardware
 from titanlite.planner.page import write_page
 from titanlite.planner.plan import make_plan
 from titanlite.planner.record import Collective, Event, Operation, Recording
 from titanlite.planner.rehearse import record_step
-from titanlite.planner.search import search
+from titanlite.planner.search import changed, space
 from titanlite.planner.speed import speed_of
 from titanlite.planner.tables import report
 
@@ -27,9 +26,12 @@ def pipelined() -> Job:
     return job([*TINY, *own, "--training.local_batch_size=3"], 2)
 
 
-def test_a_pipeline_is_not_searched_yet():
-    with pytest.raises(UserError, match="--search: pipelines are not searched yet, only planned"):
-        search(pipelined(), load_hardware("h100-80g"))
+def test_a_search_tries_pipelines_with_their_schedules_and_micro_batches():
+    hardware, given = load_hardware("h100-80g"), job([*TINY, "--training.global_batch_size=8"], 2)
+    legal = [one for each in space(given, hardware) if (one := changed(given, each))]
+    stages = {(one.layout.pp, one.stages.schedule, one.stages.size) for one in legal}
+    tried = {(2, name, size) for name in ("1F1B", "Interleaved1F1B") for size in (1, 2)}
+    assert tried <= stages and any(one[0] == 1 for one in stages)
 
 
 def test_a_pipeline_that_does_not_fit_is_said_without_changes():
@@ -81,7 +83,7 @@ def test_a_rank_waits_for_what_others_send_and_for_the_slowest_at_the_end():
     recordings = []
     for operations in (first, second):
         rest = Operation("optimizer", 1, event=Event("rest"))
-        recordings.append(Recording([*operations, rest], {}, {}))
+        recordings.append(Recording([*operations, rest], {}))
     speeds = speed_of(recordings, layout, hardware, 1, rank_of={0: 0, 1: 1})
     assert [speed.estimate for speed in speeds] == pytest.approx([3.25, 3.25], rel=1e-6)
     assert [speed.exposed["pp"] for speed in speeds] == pytest.approx([1.25, 1.25], rel=1e-6)

@@ -17,7 +17,7 @@ from titanlite.config.hardware_table import recognize
 from titanlite.planner.goodput import LEAST_INTERVAL
 from titanlite.planner.hardware import GIB, load_hardware
 from titanlite.planner.plan import Plan
-from titanlite.planner.record import Collective, Operation, Recording
+from titanlite.planner.record import KINDS, Collective, Operation, Recording
 from titanlite.planner.speed import speed_of
 from titanlite.planner.tables import report
 
@@ -64,21 +64,28 @@ def test_goodput_without_checkpoints_or_failures_is_refused(capsys, options, say
     assert says in capsys.readouterr().err
 
 
+def kinds(**sizes: int) -> tuple[int, ...]:
+    return tuple(sizes.get(kind, 0) for kind in KINDS)
+
+
 def plan_of(peak: int, *options: str, tokens: float = 0) -> Plan:
     """Return the plan of a hand-made recording on 16 ranks, 4 of which share parameters."""
     planned = job([*TINY, "--parallelism.data_parallel_replicate_degree=4", *options], world=16)
     operations = [
-        Operation(
-            "forward 0", peak // 2, collective=GATHER, by_kind=(0, peak // 2, 0, 0, 0, 0, 0, 0)
-        ),
+        Operation("forward 0", peak // 2, collective=GATHER, by_kind=kinds(gathered=peak // 2)),
         Operation("forward 0", peak // 3, flops=10**12, dtype="bfloat16", moved=GIB),
-        Operation("head", peak, flops=10**12, dtype="bfloat16", moved=GIB),
+        Operation(
+            "head",
+            peak,
+            flops=10**12,
+            dtype="bfloat16",
+            moved=GIB,
+            by_kind=kinds(parameters=GIB, logits=peak - GIB),
+        ),
         Operation("backward 0", peak // 2, collective=GATHER),
         Operation("backward 0", peak // 2, collective=SUM),
     ]
-    recording = Recording(
-        operations, {"parameters": GIB}, {"parameters": GIB, "logits": peak - GIB}
-    )
+    recording = Recording(operations, {"parameters": GIB})
     hardware = load_hardware("h100-80g")
     speed = speed_of([recording], planned.layout, hardware, planned.batch.total * 16)[0]
     return Plan(planned, hardware, recording, speed, flops_per_token=10**9, tokens=tokens)
@@ -191,10 +198,6 @@ def test_a_gpu_is_recognized_by_its_name_and_memory():
             "plan.html: there is no folder /nowhere",
         ),
         (["--gpu", "h100-80g", "--wrld", "8"], "did you mean --world?"),
-        (
-            ["--gpu", "h100-80g", "--training.enable_cpu_offload"],
-            "not planned: training.enable_cpu_offload",
-        ),
         (["--gpu", "h100-80g", "--parallelism.tensor_parallel_degree=3"], "3 does not divide"),
     ],
 )

@@ -28,7 +28,8 @@ def compile_without_code(
     """Return the function as the backend would run it; one that is not known, as inductor would."""
     if backend == "eager":
         return function
-    return _compile(function, fullgraph=fullgraph, backend=_backend(backend != "aot_eager"))
+    backend_without_code = _backend(backend != "aot_eager")
+    return _compile(function, fullgraph=fullgraph, dynamic=False, backend=backend_without_code)
 
 
 @cache

@@ -6,7 +6,7 @@ allocator's additions (rounding, fragments), buffers of communication libraries.
 the strongest of all its uses, from its start: one that becomes a gradient counts as one."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titanlite.layout import Layout
 from titanlite.parallel.dtensor import local_part
-from titanlite.planner.record import KINDS, Collective, Event, Operation, Recording, views
+from titanlite.planner.record import KINDS, ON_HOST, Collective, Event, Operation, Recording, views
 from titanlite.planner.torch_private import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -72,6 +72,7 @@ _WEAKEST_FIRST = (
     "buffers",
     "optimizer",
     "parameters",
+    "host",
 )
 """Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase
 decides.
@@ -81,6 +82,8 @@ _KIND_OF_PHASE = {
     "backward head": "logits",
     "gradient norm": "gradients",
     "optimizer": "optimizer",
+    "gradient norm" + ON_HOST: "host",
+    "optimizer" + ON_HOST: "host",
 }
 PHASE_OF_REGION = {
     "forward": "embedding",
@@ -111,13 +114,15 @@ class Counting(TorchDispatchMode):
     """
 
     current: "Counting | None" = None
-    """The last that was entered."""
+    """The one that counts now."""
     phase = ""
     """The current phase of the step; set from outside."""
     event: Event | None = None
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, offloads: bool = False) -> None:
+        """What is offloaded is counted apart, as on a machine with GPUs."""
         super().__init__()
+        self.offloads = offloads
         self._dimension = cache(partial(_dimension, layout))
         self.phase_of_region: Callable[[str], str | None] = PHASE_OF_REGION.get
         self._hidden = False
@@ -150,9 +155,12 @@ class Counting(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:  # type: ignore[override]
         super().__exit__(*error)
         self._patches.close()
+        Counting.current = None
 
     def mark(self, use: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the use of tensors."""
+        if self.offloads and use in ("parameters", "optimizer"):
+            use = "host"
         with self.hide():
             for tensor in tensors:
                 self._see(local_part(tensor).untyped_storage(), use)
@@ -175,6 +183,8 @@ class Counting(TorchDispatchMode):
 
     def enter_phase(self, phase: str) -> None:
         """Name the next phase; changes since the last operation belong to the phase before."""
+        if self.offloads and phase + ON_HOST in _KIND_OF_PHASE:
+            phase += ON_HOST
         if phase != self.phase:
             self._end_operation()
         self.phase = phase
@@ -196,16 +206,17 @@ class Counting(TorchDispatchMode):
         """Return the counts since `restart`, without static bytes."""
         self._record(Operation(self.phase, 0))
         operations, done = list[Operation](), 0
-        alive, at_peak = [0] * len(KINDS), [0] * len(KINDS)
+        alive = [0] * len(KINDS)
         for operation, end in self._operations:
-            most = alive
+            most, host = alive, alive[-1]
             for storage, growth in self._changes[done:end]:
                 alive = alive.copy()
                 alive[storage.kind] += growth
-                most = max(most, alive, key=sum)
-            operations.append(replace(operation, live=sum(most), by_kind=tuple(most)))
-            at_peak, done = max(at_peak, most, key=sum), end
-        return Recording(operations, {}, dict(zip(KINDS, at_peak, strict=True)))
+                most, host = max(most, alive, key=_on_gpu), max(host, alive[-1])
+            by_kind = (*most[:-1], host)
+            operations.append(replace(operation, live=_on_gpu(most), by_kind=by_kind))
+            done = end
+        return Recording(operations, {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_wrapper_subclass(kind) for kind in types):
@@ -267,6 +278,17 @@ class Counting(TorchDispatchMode):
             else None
         )
 
+    def copy_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in the GPU's memory of what is in the host's, or the other way round."""
+        known = self._alive.get(storage_key(tensor.untyped_storage()))
+        kind, use = ("to GPU", "") if known and known.use == "host" else ("from GPU", "host")
+        with self.hide():
+            copy = tensor.clone()
+        self._see(copy.untyped_storage(), use)
+        sent = Collective(kind, "host", 1, _name(tensor.dtype), tensor.nbytes)
+        self._record(Operation(self.phase, 0, collective=sent, name=kind))
+        return copy
+
     def _record(self, operation: Operation) -> None:
         self._operations.append((replace(operation, event=self.event), len(self._changes)))
 
@@ -295,6 +317,10 @@ class Counting(TorchDispatchMode):
             yield
         finally:
             self._hidden = before
+
+
+def _on_gpu(alive: Sequence[int]) -> int:
+    return sum(alive[:-1])
 
 
 def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:

@@ -3,16 +3,15 @@
 Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the
 number of blocks and in the index of a block, except for the first and last blocks, which are
 aligned from their end. The shallow models have as many blocks modulo `fsdp_blocks_per_group` and
-the selective option. A batch of two or more samples is affine in the same way (one sample is
-another sequence of operations). Other models are rehearsed whole: flavors without n_layers, blocks
+the selective option. Other models are rehearsed whole: flavors without n_layers, blocks
 of different shapes, patterns that name a block, optimizers that take parameters one by one or in
 runs of equal size, pipelines that split the backward pass, and whatever does not pair off."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from math import lcm
 from typing import Any
 
@@ -23,8 +22,8 @@ from titanlite.config.stages import splits_backward
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened
-from titanlite.planner.record import KINDS, Operation, Recording
-from titanlite.planner.rehearse import Rehearsal, check_planned
+from titanlite.planner.record import Operation, Recording
+from titanlite.planner.rehearse import rehearse
 
 
 def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
@@ -37,67 +36,46 @@ def fullest(ranks: Sequence[Recording]) -> Recording:
 
 
 def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[Recording]:
-    """Return a step of each of a job's pipeline ranks, on the fuller of its first and last rank if
-    parameters split unevenly.
+    """Return a step of each of a job's pipeline ranks: on the first of its ranks, which has the
+    largest shards.
     """
     with FakeWorld() as world:
-        return plan_steps([job], world, as_on_cuda, imbalance)[0]
+        return ranks_in(world, job, as_on_cuda, imbalance)
 
 
-def plan_steps(
-    jobs: Sequence[Job], world: FakeWorld, as_on_cuda: bool = True, imbalance: float = 1
-) -> list[list[Recording]]:
-    """Return the same for jobs that differ in nothing but batch and loss chunks: they share the
-    rehearsed models.
+def ranks_in(
+    world: FakeWorld, job: Job, as_on_cuda: bool = True, imbalance: float = 1, limit: int = 0
+) -> list[Recording]:
+    """Return the same in a world whose meshes and graphs other jobs share; with a limit of bytes,
+    none after a pipeline rank that needs more.
     """
-    check_planned(jobs[0])
-    rehearse = partial(Rehearsal, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
-    layout = jobs[0].layout
-    size = layout.world // layout.pp
-    is_short = as_on_cuda and shortened(jobs[0]) != jobs[0]
-    plans, known = [], dict[Any, list[list[Recording]]]()
-    for rank in range(layout.pp):
-        kind = rank_kind(jobs[0], rank) if is_short else rank
+    step = partial(rehearse, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
+    is_short = as_on_cuda and shortened(job) != job
+    ranks, known = list[Recording](), dict[Any, Recording]()
+    for number in range(job.layout.pp):
+        kind = rank_kind(job, number) if is_short else number
         if kind not in known:
-            members = rank * size, (rank + 1) * size - 1
-            known[kind] = [*_rehearse_members(jobs, members, rehearse)]
-        complete = partial(all_micro_batches, rank=rank) if is_short else _repeat_middle
-        each = (map(complete, found, jobs) for found in known[kind])
-        plans.append([*map(fullest, zip(*each, strict=True))])
-    return [[*ranks] for ranks in zip(*plans, strict=True)]
-
-
-def _rehearse_members(
-    jobs: Sequence[Job], members: Sequence[int], rehearse: Callable[..., Rehearsal]
-) -> Iterator[list[Recording]]:
-    """Yield a step of few micro-batches of each job, on one rank or, if these differ, on two."""
-    for rank in members:
-        shallow, steps = _shallow_jobs(jobs[0], rank)
-        recordings = []
-        for one in shallow:  # in turn: they share caches
-            rehearsal = rehearse(one, rank=rank)
-            variants = (replace(one, config=job.config, batch=job.batch) for job in jobs)
-            recordings.append([*map(rehearsal.step, variants)])
-        if steps:
-            deep = (
-                extrapolate(few, more, steps, _edge(jobs[0]))
-                for few, more in zip(*recordings, strict=True)
-            )
-            recordings[0] = [
-                found or rehearse(job, rank=rank).step(job)
-                for found, job in zip(deep, jobs, strict=True)
-            ]
-        yield recordings[0]
-        if rehearsal.is_even:
+            rank = number * (job.layout.world // job.layout.pp)
+            shallow, steps = _shallow_jobs(job, number)
+            # In turn: they share caches.
+            taken = [step(one, rank=rank) for one in shallow]
+            deep = steps and extrapolate(taken[0], taken[1], steps, _edge(job))
+            known[kind] = deep or (step(job, rank=rank) if steps else taken[0])
+        found = known[kind]
+        ranks.append(
+            all_micro_batches(found, job, number) if is_short else _repeat_middle(found, job)
+        )
+        if limit and ranks[-1].peak > limit:
             break
+    return ranks
 
 
-def _shallow_jobs(job: Job, rank: int) -> tuple[list[Job], int]:
-    """Return the same job with few blocks and with a period more, and how many periods the first
-    lacks; only the job itself if it must be rehearsed whole.
+def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
+    """Return a pipeline rank's job with few blocks and with a period more, and how many periods
+    the first lacks; only the job itself if it must be rehearsed whole.
     """
     period, layers = _period(job), job.shape.layers
-    own = job.stages.ranks[rank // (job.layout.world // job.layout.pp)]
+    own = job.stages.ranks[number]
     if job.layout.pp > 1:
         layers = min(len(blocks_of(job, stage)) for stage in own)
     steps = (layers - 2 * _edge(job) - period) // period
@@ -155,44 +133,18 @@ def _is_affine(job: Job) -> bool:
 
 
 def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> Recording | None:
-    """Return the recording that is `steps` times as far from `few` as `more` is; None if they don't
-    pair off.
-
-    `few` and `more` differ by one period of blocks, or by one sample of the local batch.
+    """Return the recording that is `steps` times as far from `few` as `more` is, which has a period
+    of blocks more; None if they don't pair off.
     """
-    stretch = partial(_stretch, steps=steps, edge=edge)
-
-    def stretch_loops(short: list[Operation], long: list[Operation]) -> list[Operation] | None:
-        # Loops of one operation each, one after the other, have no middle in common.
-        return stretch(short, long) or (
-            _pair(short, long, _key, stretch) if _number(short[0]) < 0 else None
-        )
-
-    operations = _pair(few.operations, more.operations, _section, stretch_loops)
-    if operations is None:
-        return None
-    static = {kind: size + (more.static[kind] - size) * steps for kind, size in few.static.items()}
-    at_peak = max(operations, key=lambda operation: operation.live).by_kind
-    return Recording(operations, static, dict(zip(KINDS, at_peak, strict=True)))
-
-
-def _pair(
-    few: Sequence[Operation],
-    more: Sequence[Operation],
-    section: Callable[[Operation], Any],
-    stretch: Callable[[list[Operation], list[Operation]], list[Operation] | None],
-) -> list[Operation] | None:
-    """Extrapolate section by section; None if they don't pair off."""
-    sections = [[[*group] for _, group in groupby(each, section)] for each in (few, more)]
-    if len(sections[0]) != len(sections[1]):
-        return None
     operations: list[Operation] = []
-    for short, long in zip(*sections, strict=True):
-        stretched = stretch(short, long)
-        if stretched is None:
+    sections = ([[*group] for _, group in groupby(one.operations, _section)] for one in (few, more))
+    for short, long in zip_longest(*sections, fillvalue=[]):
+        stretched = short and long and _stretch(short, long, steps, edge)
+        if not stretched:
             return None
         operations += stretched
-    return operations
+    static = {kind: size + (more.static[kind] - size) * steps for kind, size in few.static.items()}
+    return Recording(operations, static)
 
 
 def _stretch(

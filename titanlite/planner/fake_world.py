@@ -5,6 +5,7 @@ nothing.
 import gc
 import sys
 
+import torch
 import torch.distributed as dist
 
 from titanlite.layout import Layout
@@ -46,6 +47,7 @@ class FakeWorld:
     def _leave(self) -> None:
         self._meshes.clear()
         forget_meshes()
+        torch.compiler.reset()  # graphs name groups
         if self._size:
             dist.destroy_process_group()
             self._size = 0

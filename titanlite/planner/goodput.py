@@ -6,9 +6,7 @@ line, or assumed, since only a cluster can say.
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_table
-from titanlite.observe.throughput import flops_per_token
-from titanlite.optim import optimizer_bytes, trained_parameters
-from titanlite.parallel.build import build_model
+from titanlite.planner.bounds import Facts
 from titanlite.planner.hardware import Hardware
 
 COPY_RATE = 20e9
@@ -29,7 +27,9 @@ def goodput_table(job: Job, hardware: Hardware, mtbf_hours: float) -> str:
     saving = config.checkpoint
     if not saving.enable:
         raise UserError("--mtbf: without checkpoint.enable a failure loses the whole run: set it")
-    step, size = _step_and_state(job, hardware)
+    facts = Facts(job, hardware)
+    size, peak = facts.saved, SHARE_OF_PEAK * hardware.peak("bfloat16")
+    step = job.batch.total * config.training.seq_len * facts.flops / world / peak
     rate = min(STORAGE_RATE, NODE_RATE * max(1, world // hardware.node.gpus))
     write = wait = size / rate
     if saving.async_mode != "disabled":
@@ -57,18 +57,6 @@ def goodput_table(job: Job, hardware: Hardware, mtbf_hours: float) -> str:
     rows = [(name, f"{seconds:,.1f} s", source) for name, seconds, source in terms]
     failing = f"with a failure every {mtbf_hours:g} hours on {world:,} GPUs"
     return f"{format_table(rows, align='<><')}\ngoodput {100 * share:.1f} % {failing}"
-
-
-def _step_and_state(job: Job, hardware: Hardware) -> tuple[float, int]:
-    """Return the seconds of a step, and the bytes of the whole state."""
-    config = job.config
-    model, table = build_model(job)
-    trained = trained_parameters([model], table, job.spec.blocks, config.optimizer.no_decay)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    seq_len = config.training.seq_len
-    flops = flops_per_token(model.named_parameters(), table, job.shape, seq_len)
-    speed = job.layout.world * SHARE_OF_PEAK * hardware.peak("bfloat16")
-    return job.batch.total * seq_len * flops / speed, size + optimizer_bytes(trained, config)
 
 
 def _restart(job: Job) -> list[Term]:

@@ -31,6 +31,17 @@ class GPU:
 
 
 @dataclass(frozen=True, config=_EXACT)
+class Host:
+    gib: Positive = 1024
+    """Of a node's memory."""
+    memory: Positive = 410
+    """Bandwidth in GB/s."""
+    link: Positive = 32
+    """GB/s between it and a GPU, in one direction."""
+    source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16"
+
+
+@dataclass(frozen=True, config=_EXACT)
 class Node:
     gpus: Count
     link: Positive
@@ -38,6 +49,7 @@ class Node:
     nics: Count
     network: str
     source: str
+    host: Host = Host()
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -67,6 +79,10 @@ class Hardware:
     efficiencies: Mapping[str, Efficiency]
     """By type ("bfloat16", "bfloat16 compiled"), "link" and "network"."""
 
+    def fits(self, peak: int, on_host: int) -> bool:
+        """Return whether a rank's bytes fit on its GPU, and those of a node's ranks on its host."""
+        return peak <= self.usable_bytes and on_host * self.node.gpus <= self.node.host.gib * GIB
+
     @property
     def usable_bytes(self) -> int:
         return int((self.gpu.memory_gib - self.reserve.gib) * GIB)
@@ -85,6 +101,11 @@ class Hardware:
     def network_rate(self) -> float:
         """Return bytes per second of the NICs of a node, for each of its GPUs."""
         return self.nic * 1e9 * self.node.nics / self.node.gpus
+
+    @property
+    def host_rate(self) -> float:
+        """Return bytes per second of the host's memory, for each of its GPUs."""
+        return self.node.host.memory * 1e9 / self.node.gpus
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a type in FLOP/s."""
@@ -108,7 +129,9 @@ class Hardware:
         """
         links = f"{self.node.link:g} GB/s between GPUs, {self.node.nics} NICs of {self.nic:g} GB/s"
         sources = {f"node {self.gpu.node}: {links}": self.node.source}
-        for key in sorted(efficiencies):
+        if "host" in efficiencies:
+            sources["host"] = self.node.host.source
+        for key in sorted({*efficiencies} - {"host"}):
             sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[
                 key
             ].source

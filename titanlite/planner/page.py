@@ -145,7 +145,7 @@ def _hit(x: float, width: float, height: float, title: str) -> str:
 
 
 def _lanes(plan: Plan) -> list[str]:
-    return [*LANES, *([SENDS] if plan.ranks else [])]
+    return [*LANES, *([SENDS] if any(span.lane == SENDS for span in plan.speed.spans) else [])]
 
 
 def _draw_lanes(plan: Plan, phases: Sequence[Row]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.config.job import Job
 from titanlite.config.stages import Stages
 from titanlite.parallel.pipeline_parallel import build_schedule
-from titanlite.planner.record import KINDS, Event, Operation, Recording
+from titanlite.planner.record import Event, Operation, Recording
 from titanlite.planner.torch_private import SilentStage, run_silently
 
 
@@ -79,8 +79,7 @@ def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
         blocks = _first_block(job, event.stage) - _first_block(job, like.stage)
         operations += [_moved(one, event, growth, blocks) for one in part]
         alive = tuple(map(add, after.by_kind, growth))
-    fullest = max(operations, key=lambda operation: operation.live).by_kind
-    return replace(few, operations=operations, at_peak=dict(zip(KINDS, fullest, strict=True)))
+    return replace(few, operations=operations)
 
 
 def _moved(one: Operation, event: Event, growth: tuple[int, ...], blocks: int) -> Operation:
@@ -88,7 +87,7 @@ def _moved(one: Operation, event: Event, growth: tuple[int, ...], blocks: int) -
     name, _, number = one.phase.rpartition(" ")
     phase = f"{name} {int(number) + blocks}" if number.isdigit() else one.phase
     by_kind = tuple(map(add, one.by_kind, growth))
-    return replace(one, phase=phase, live=sum(by_kind), by_kind=by_kind, event=event)
+    return replace(one, phase=phase, live=sum(by_kind[:-1]), by_kind=by_kind, event=event)
 
 
 def _first_block(job: Job, stage: int) -> int:

@@ -14,8 +14,7 @@ from titanlite.config.hardware_table import recognize
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
-from titanlite.observe.throughput import flops_per_token
-from titanlite.parallel.build import build_model
+from titanlite.planner.bounds import Facts
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
 from titanlite.planner.record import KINDS, Recording
@@ -69,7 +68,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.recording.peak <= self.hardware.usable_bytes
+        return self.hardware.fits(self.recording.peak, self.on_host)
+
+    @property
+    def on_host(self) -> int:
+        """Return the bytes of the host's memory that a rank needs."""
+        return self.recording.at_peak["host"]
 
     @property
     def without_flushes(self) -> float:
@@ -87,6 +91,12 @@ class Plan:
         texts = [reserve_text(self.hardware)]
         if is_compiled(self.job):
             texts.append("compiled: fused kernels write no temporaries, as inductor's on one H100")
+        if self.on_host:
+            host = self.hardware.node.host
+            texts.append(
+                f"each of {self.hardware.node.gpus} ranks needs {self.on_host / GIB:.2f} GiB of "
+                f"{host.gib:g} GiB of the host, before torch rounds what it locks"
+            )
         if self.ranks:
             texts.append("what a stage has sent is freed when the send has been waited for")
         if self.imbalance > 1:
@@ -129,6 +139,7 @@ class Plan:
                 "fits": self.fits,
                 "peak": recording.peak,
                 "moment": recording.moment,
+                "host": self.on_host,
                 "usable": self.hardware.usable_bytes,
                 "without_flushes": self.without_flushes,
                 "imbalance": self.imbalance,
@@ -183,8 +194,7 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float 
         if not job.shape.experts:
             raise UserError(f"--imbalance {imbalance:g}: the model has no experts; leave it out")
         ranks = plan_ranks(job, imbalance=imbalance)
-    model, table = build_model(job)
-    flops = flops_per_token(model.named_parameters(), table, job.shape, job.config.training.seq_len)
+    flops = Facts(job, hardware).flops
     pairs = [*zip(ranks, speed_of_job(job, ranks, hardware), strict=True)]
     recording, speed = max(pairs, key=lambda pair: pair[0].peak)
     plan = Plan(job, hardware, recording, speed, flops, tokens, imbalance, balanced_peak)
@@ -205,7 +215,7 @@ def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
     """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions
     first.
     """
-    order = [*DIMENSIONS, *EXPERT_DIMENSIONS, "world"]
+    order = [*DIMENSIONS, *EXPERT_DIMENSIONS, "world", "host"]
     numbers, sizes = Counter[Any](), Counter[Any]()
     for one, number in recording.collectives().items():
         near = ranks_in_a_node(one, job.layout, per_node)

@@ -12,11 +12,13 @@ from typing import NamedTuple
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
 KINDS = tuple(
-    "parameters gathered gradients activations logits optimizer buffers communication".split()
+    "parameters gathered gradients activations logits optimizer buffers communication host".split()
 )
 """The uses of bytes. "buffers" are the model's; "communication" is read or written by a
-collective.
+collective; "host" is what is offloaded, in no GPU's memory.
 """
+ON_HOST = " on the host"
+"""Ends a phase that the host computes."""
 
 
 def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -29,11 +31,11 @@ def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
 class Collective:
     kind: str
     """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send-receive",
-    which is recorded where it is sent.
+    which is recorded where it is sent; "to GPU" and "from GPU" of what is offloaded.
     """
     dimension: str
     """As in Layout ("dp_shard"), "ep" and "efsdp" of experts; joined with " x " where a group spans
-    several, "world" for all ranks.
+    several, "world" for all ranks; "host" of what is offloaded.
     """
     ranks: int
     dtype: str
@@ -81,7 +83,9 @@ class Operation:
     is_fsdp: bool = False
     """FSDP2 gathers or reduces: on lanes of their own, whatever their dimension."""
     by_kind: tuple[int, ...] = ()
-    """`live` as a sum over KINDS, in their order; empty where kinds were not separated."""
+    """`live` as a sum over KINDS, in their order, and the most on the host until this operation is
+    done; empty where kinds were not separated.
+    """
     event: Event | None = None
     """Of a pipeline's rank: the last one that began."""
     name: str = ""
@@ -95,8 +99,14 @@ class Recording:
     operations: Sequence[Operation]
     static: Mapping[str, int]
     """Bytes by kind that a rank keeps: parameters, gradients, optimizer, buffers."""
-    at_peak: Mapping[str, int]
-    """Bytes alive at the peak, by kind."""
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes alive at the peak, by kind; on the host, at its own."""
+        fullest = max(self.operations, key=lambda operation: operation.live)
+        on_host = (one.by_kind[-1] for one in self.operations if one.by_kind)
+        host = max(on_host, default=0)
+        return {**dict(zip(KINDS, fullest.by_kind, strict=False)), "host": host}
 
     @property
     def peak(self) -> int:

@@ -7,18 +7,16 @@ AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import prod
 from traceback import walk_tb
+from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.job import Job
 from titanlite.config.schema import with_values
@@ -28,7 +26,7 @@ from titanlite.errors import UserError
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
-from titanlite.parallel import expert_parallel
+from titanlite.parallel import expert_parallel, tensor_parallel
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import Converter, build_converters
 from titanlite.parallel.dtensor import local_part
@@ -56,95 +54,77 @@ from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
 
 
-class Rehearsal:
-    """A job on one of its ranks, as it is after its first step; from then on steps are alike."""
+def rehearse(
+    job: Job,
+    world: FakeWorld,
+    rank: int = 0,
+    as_on_cuda: bool = True,
+    imbalance: float = 1,
+    whole: bool = False,
+) -> Recording:
+    """Return the second step of a job on one of its ranks; from then on steps are alike.
 
-    def __init__(
-        self,
-        job: Job,
-        world: FakeWorld,
-        rank: int = 0,
-        as_on_cuda: bool = True,
-        imbalance: float = 1,
-        whole: bool = False,
-    ) -> None:
-        """With an `imbalance` the rank receives so many times as many rows for its experts as a
-        rank does on average.
+    With an `imbalance` the rank receives so many times as many rows for its experts as a rank does
+    on average. Unless the step is to be `whole`, it is of the first, second and last micro-batch,
+    since those between are like the second; a pipeline's of as few."""
+    check_planned(job)
+    logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for a run
+    causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
+    config, mesh = job.config, world.mesh(job.layout, rank)
+    context, parts = _skeleton(job, mesh, build_converters(job))
+    sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
+    # What was sent is let go by a rank's last event, all at once, except on CUDA.
+    is_short = not whole and (as_on_cuda or job.layout.pp == 1)
+    with _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
+        for part in parts:
+            allocate(part, context.device)
+        no_decay = config.optimizer.no_decay
+        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
+        parameters = [item.parameter for item in trained]
+        guard = StepGuard(config.fault, context.device, job.layout.tp)
+        context = replace(context, job=shortened(job) if is_short else job)
+        # Not on fake tensors: what an optimizer, or a pipeline, asks about meshes when it is built.
+        gathered = partial(stand_ins.gathered, trained)
+        with real_tensors(), patch.object(muon, "gather_objects", gathered):
+            optimizer = build_optimizer(trained, config, 0, mesh.stage)
+            runner = StepRunner(context, parts, parameters, optimizer, seed=0, rank=rank)
+        counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
-        Unless steps are to be `whole`, they are of the first, second and last micro-batch, since
-        those between are like the second; a pipeline's of as few."""
-        check_planned(job)
-        torch.compiler.reset()  # graphs of another rehearsal would make sizes dynamic
-        logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for a run
-        causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
-        mesh = world.mesh(job.layout, rank)
-        self._context, self._parts = _skeleton(job, mesh, build_converters(job))
-        self.is_even = all(
-            _is_even(parameter) for part in self._parts for parameter in part.parameters()
-        )
-        """Whether every rank has shards of the same shapes."""
-        self._fake, self._as_on_cuda = fake_tensor_mode(), as_on_cuda
-        self._sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
-        with self._rehearsing():
-            for part in self._parts:
-                allocate(part, self._context.device)
-            trained = trained_parameters(
-                self._parts, self._context.table, job.spec.blocks, job.config.optimizer.no_decay
-            )
-            self._parameters = [item.parameter for item in trained]
-            # Not on fake tensors: what an optimizer asks about meshes when it is built.
-            gathered = partial(stand_ins.gathered, trained)
-            with real_tensors(), patch.object(muon, "gather_objects", gathered):
-                self._optimizer = build_optimizer(trained, job.config, 0, mesh.stage)
-            self._guard = StepGuard(job.config.fault, self._context.device, job.layout.tp)
-        self._counting = Counting(job.layout)
-        self._job: Job | None = None
-        # What was sent is let go by a rank's last event, all at once, except on CUDA.
-        self._is_short = not whole and (as_on_cuda or job.layout.pp == 1)
-        # Leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards.
-        self.step(job)
+        def step() -> Recording:
+            batches = run = blank_batches(runner)
+            if is_short and not runner.pipeline and len(batches) > 3:
+                run = [*batches[:2], batches[-1]]
+            return _count_step(2, runner, batches, guard, counting, run)
 
-    def step(self, job: Job) -> Recording:
-        """Return a step of this job, or of one that differs only in batch and loss chunks."""
-        if self._is_short:
-            job = shortened(job)
-        with self._rehearsing():
-            if job != self._job:
-                self._job = job
-                context, rank = replace(self._context, job=job), dist.get_rank()
-                with real_tensors():
-                    self._runner = StepRunner(
-                        context, self._parts, self._parameters, self._optimizer, seed=0, rank=rank
-                    )
-            batches = blank_batches(self._runner)
-            is_short = self._is_short and not self._runner.pipeline and len(batches) > 3
-            run = [*batches[:2], batches[-1]] if is_short else batches
-            return _count_step(2, self._runner, batches, self._guard, self._counting, run)
+        step()  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
+        return step()
 
-    @contextmanager
-    def _rehearsing(self) -> Iterator[None]:
-        is_held = self._context.job.layout.pp > 1 and not self._as_on_cuda
-        with (
-            _naming_what_fails(self._parts),
-            stand_ins.as_on_cuda(self._parts) if self._as_on_cuda else nullcontext(),
-            holding_what_is_sent() if is_held else nullcontext(),
-            self._fake,
-            waiting_as_on_a_device(),
-            without_values(),
-            patch.object(expert_parallel, "on_host", self._sizes),
-            patch.object(moe, "on_host", stand_ins.even_groups),
-            patch.object(torch, "compile", compile_without_code),
-            patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
-            patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
-            patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
-        ):
-            yield
+
+@contextmanager
+def _rehearsing(
+    parts: list[nn.Module], as_on_cuda: bool, is_pipeline: bool, sizes: Callable[..., Any]
+) -> Iterator[None]:
+    with (
+        _naming_what_fails(parts),
+        stand_ins.as_on_cuda(parts) if as_on_cuda else nullcontext(),
+        holding_what_is_sent() if is_pipeline and not as_on_cuda else nullcontext(),
+        fake_tensor_mode(),
+        waiting_as_on_a_device(),
+        without_values(),
+        patch.object(expert_parallel, "on_host", sizes),
+        patch.object(moe, "on_host", stand_ins.even_groups),
+        patch.object(torch, "compile", compile_without_code),
+        patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
+        patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
+        patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
+    ):
+        yield
 
 
 def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
     """Return the second step of a job on one of its ranks."""
     with FakeWorld() as world:
-        return Rehearsal(job, world, rank, as_on_cuda, whole=True).step(job)
+        return rehearse(job, world, rank, as_on_cuda, whole=True)
 
 
 def static_bytes(job: Job) -> dict[str, int]:
@@ -152,7 +132,8 @@ def static_bytes(job: Job) -> dict[str, int]:
     steps.
     """
     with FakeWorld() as world:
-        context, parts = _skeleton(_eager(job), world.mesh(job.layout), [])
+        eager = replace(job, config=with_values(job.config, {"compile.enable": False}))
+        context, parts = _skeleton(eager, world.mesh(job.layout), [])
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         return {
             "parameters": _storage_bytes(
@@ -186,29 +167,16 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
     return min(steps[1:], key=lambda step: step.peak)
 
 
-def _eager(job: Job) -> Job:
-    """Return the job without what only changes how its operations are run."""
-    off = {"compile.enable": False, "parallelism.enable_async_tensor_parallel": False}
-    return replace(job, config=with_values(job.config, off))
-
-
 def _skeleton(
     job: Job, mesh: Mesh, converters: Sequence[Converter]
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
     context = Context(job, mesh, table, torch.device("cpu"), converters)
-    with patch.object(torch, "compile", compile_without_code):
+    overlap = patch.object(tensor_parallel, "enable_async_tensor_parallel")  # inductor's
+    with patch.object(torch, "compile", compile_without_code), overlap:
         parts, _ = parallelize(model, context)
     return context, parts
-
-
-def _is_even(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return True
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    shards = prod(size for size, placement in sizes if not placement.is_replicate())
-    return parameter.numel() == parameter.to_local().numel() * shards
 
 
 def _count_step(
@@ -249,6 +217,8 @@ def _count_step(
             ]
             counting.mark("gradients", static["gradients"])
             sizes = {kind: _storage_bytes(tensors) for kind, tensors in static.items() if kind}
+            if counting.offloads:
+                sizes = {"buffers": sizes.pop("buffers"), "host": sum(sizes.values())}
             static.clear()
             norm = runner.clip_gradients()
             runner.update(step, norm, guard.record(step, loss, norm))
@@ -282,12 +252,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_planned(job: Job) -> None:
-    """Raise a UserError that names a feature of the job that cannot be planned."""
-    config = job.config
-    refused = {
-        "training.enable_cpu_offload (memory of the host)": config.training.enable_cpu_offload,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
-        "model.converters": bool({*config.model.converters} - {*FLOAT8_CONVERTERS}),
-    }
-    if named := [name for name, is_on in refused.items() if is_on]:
-        raise UserError(f"not planned: {', '.join(named)} can't be rehearsed yet")
+    """Raise a UserError if a job has converters that cannot be planned."""
+    if {*job.config.model.converters} - {*FLOAT8_CONVERTERS}:
+        raise UserError("not planned: model.converters can't be rehearsed yet")

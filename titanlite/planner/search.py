@@ -1,43 +1,43 @@
 """Look for the fastest plans of a config that fit, and for small changes that make one fit: by
 rehearsals.
 
-Never rehearsed are plans that the config's rules refuse, that parameters, gradients and optimizer
-state alone rule out, that need more in some respect, and less in none, than a plan that did not
-fit, or that cannot be faster than the best ones found. The possibly fastest come first."""
+Never rehearsed are plans that the config's rules refuse, that what a rank keeps at least rules out,
+that need more in some respect, and less in none, than a plan that did not fit, or that cannot be
+faster than the best ones found. The possibly fastest come first."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
+from math import inf, prod
+from operator import itemgetter
 from typing import Any
-
-import torch
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.schema import value_of, with_values
-from titanlite.errors import UserError
 from titanlite.layout import divisors
-from titanlite.observe.throughput import flops_per_token
-from titanlite.optim import optimizer_bytes, trained_parameters
-from titanlite.parallel.build import build_model
-from titanlite.planner.depth import fullest, plan_steps
+from titanlite.planner.bounds import FLOAT8, Facts
+from titanlite.planner.depth import fullest, ranks_in
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import Collective
-from titanlite.planner.speed import Speed, is_compiled, speed_of_job, transfer
+from titanlite.planner.record import Recording
+from titanlite.planner.speed import Speed, speed_of_job
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
+CP, EP = "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"
+PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
+MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 GLOBAL, CHUNKS = "training.global_batch_size", "training.loss_chunks"
 RECOMPUTE, RESHARD = "activation_checkpoint.mode", "parallelism.fsdp_reshard_after_forward"
 
 RECOMPUTE_MODES = ("full", "selective", "none")
 """From the least memory to the most."""
-MOST_SAMPLES, CHUNKED = 16, 8
-"""The largest local batch and the number of loss chunks that are tried."""
+MOST_SAMPLES, CHUNKED, MOST_PP, LEAST_TOKENS = 16, 8, 16, 4096
+"""The largest local batch, the number of loss chunks, the most pipeline ranks that are tried, and
+the fewest tokens of a sequence that a rank has under context parallel.
+"""
 
 Settings = Mapping[str, Any]
 """Values to lay over a config, by key."""
@@ -45,7 +45,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was rehearsed."""
+    """A plan that was rehearsed and fits."""
 
     settings: Settings
     job: Job
@@ -64,50 +64,54 @@ class Found:
     best: Sequence[Candidate]
     """Those that fit, the fastest by estimate first."""
     counts: Mapping[str, int]
-    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
-    did not fit, or as slower than the best can be), and "not reached in time"."""
+    """How many were "rehearsed", "ruled out" (by what they keep at least, by a plan that needs less
+    and did not fit, or as slower than the best can be), and "not reached in time"."""
+    needed: tuple[float, str] = (0, "")
+    """The fewest bytes of a plan that did not fit, and what needs them."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
-    if job.layout.pp > 1:
-        raise UserError("--search: pipelines are not searched yet, only planned as they are")
-    end, facts = time.monotonic() + max_seconds, _Facts(job, hardware)
-    # Each shares its rehearsed models.
-    groups = defaultdict[Any, list[tuple[Settings, Job, float]]](list)
-    for settings in _space(job, hardware):
-        if other := changed(job, settings):
-            shared = tuple(value for key, value in settings.items() if key not in (LOCAL, CHUNKS))
-            groups[shared].append((settings, other, facts.least_seconds(other)))
-    fitting, too_large = list[Candidate](), list[Job]()
+    end, facts = time.monotonic() + max_seconds, Facts(job, hardware)
+    fitting, too_large, legal = list[Candidate](), list[Job](), list[Any]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
-    # What may be the fastest is first.
-    ordered = sorted(
-        groups.values(),
-        key=lambda group: (min(least for *_, least in group), _demand(group[0][1])),
-    )
+    needed = inf, ""
+    for settings in space(job, hardware):
+        state = facts.state * settings[REPLICATE] / job.layout.world
+        if state > hardware.usable_bytes:
+            counts["ruled out"] += 1
+            needed = min(needed, (state, "parameters, gradients and optimizer state alone"))
+        elif other := changed(job, settings):
+            legal.append(((facts.least_seconds(other), _demand(other)), settings, other))
     with FakeWorld() as world:
-        for group in ordered:
-            slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else float("inf")
-            tried = [
-                (settings, other)
-                for settings, other, least in group
-                if least < slowest
-                and facts.state_bytes(other) <= hardware.usable_bytes
-                and not any(_needs_no_less(other, large) for large in too_large)
-            ]
-            counts["ruled out"] += len(group) - len(tried)
-            if not tried or (counts["rehearsed"] and time.monotonic() > end):
-                counts["not reached in time"] += len(tried)
+        for (seconds, _), settings, other in sorted(legal, key=itemgetter(0)):
+            size = facts.least_bytes(other)
+            if size > hardware.usable_bytes:
+                needed = min(needed, (size, "what a rank keeps at least"))
+            slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else inf
+            if (
+                max(size / hardware.usable_bytes, seconds / slowest) > 1
+                or any(_needs_no_less(other, large) for large in too_large)
+                or any(_is_no_faster(other, one.job) for one in fitting)
+            ):
+                counts["ruled out"] += 1
                 continue
-            counts["rehearsed"] += len(tried)
-            for candidate in _rehearse(job, tried, hardware, world):
-                if candidate.peak <= hardware.usable_bytes:
-                    fitting.append(candidate)
-                else:
-                    too_large.append(candidate.job)
-            fitting.sort(key=lambda candidate: (candidate.speed.estimate, candidate.peak))
-    return Found(fitting[:most], counts)
+            if counts["rehearsed"] and time.monotonic() > end:
+                counts["not reached in time"] += 1
+                continue
+            for tried in (settings, {**settings, CHUNKS: CHUNKED}):
+                counts["rehearsed"] += 1
+                other = changed(job, tried) or other
+                full, candidate = _rehearse(job, tried, other, hardware, world)
+                if candidate or full.peak - full.at_peak["logits"] > hardware.usable_bytes:
+                    break
+            if candidate:
+                fitting.append(candidate)
+                fitting.sort(key=lambda one: (one.speed.estimate, one.peak))
+            else:
+                too_large.append(other)
+                needed = min(needed, (full.peak, f"{other.layout}, rehearsed,"))
+    return Found(fitting[:most], counts, needed)
 
 
 def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
@@ -121,29 +125,22 @@ def measured(found: Found, number: int, measure: Callable[[Settings], float]) ->
     )
 
 
-def changes(job: Job, hardware: Hardware, most: int = 3, attempts: int = 12) -> list[Candidate]:
+def changes(job: Job, hardware: Hardware, most: int = 3) -> list[Candidate]:
     """Return changes that make a job fit, the smaller ones first; more ranks only if nothing else
     does.
     """
-    facts, found = _Facts(job, hardware), list[Candidate]()
+    facts, found = Facts(job, hardware), list[Candidate]()
     if job.layout.pp > 1:
         return found  # a rehearsal of each would take minutes
     with FakeWorld() as world:
         for settings, ranks in _changes(job, hardware):
             seen = {candidate.job.layout.world for candidate in found}
-            if (
-                len(found) == most
-                or not attempts
-                or (job.layout.world in seen and ranks > job.layout.world)
-            ):
+            if len(found) == most or ranks > job.layout.world in seen:
                 break
             other = changed(job, settings, ranks)
-            is_new = other != job and (ranks == job.layout.world or ranks not in seen)
-            if other and is_new and facts.state_bytes(other) <= hardware.usable_bytes:
-                attempts -= 1
-                (candidate,) = _rehearse(job, [(settings, other)], hardware, world)
-                if candidate.peak <= hardware.usable_bytes:
-                    found.append(candidate)
+            is_new = ranks == job.layout.world or ranks not in seen
+            if other and is_new and facts.least_bytes(other) <= hardware.usable_bytes:
+                found += filter(None, [_rehearse(job, settings, other, hardware, world)[1]])
     return found
 
 
@@ -159,39 +156,50 @@ def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
 
 
 def _rehearse(
-    job: Job, tried: Sequence[tuple[Settings, Job]], hardware: Hardware, world: FakeWorld
-) -> list[Candidate]:
-    """Rehearse jobs that differ from each other in nothing but batch and loss chunks."""
-    found = []
-    for (settings, other), ranks in zip(
-        tried, plan_steps([other for _, other in tried], world), strict=True
-    ):
-        new = [
-            f"--{key} {value}"
-            for key, value in settings.items()
-            if value_of(job.given, key) != value
-        ]
-        new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
-        option, peak = " ".join(new) or "as it is", fullest(ranks).peak
-        speed = speed_of_job(other, ranks, hardware)[0]
-        found.append(Candidate(settings, other, option, peak, speed))
-    return found
+    job: Job, settings: Settings, other: Job, hardware: Hardware, world: FakeWorld
+) -> tuple[Recording, Candidate | None]:
+    """Return the fullest rank of a job with other settings, and the candidate if it fits."""
+    ranks = ranks_in(world, other, limit=hardware.usable_bytes)
+    full = fullest(ranks)
+    if not hardware.fits(full.peak, full.at_peak["host"]):
+        return full, None
+    new = [
+        f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value
+    ]
+    new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
+    option = " ".join(new) or "as it is"
+    speed = speed_of_job(other, ranks, hardware)[0]
+    return full, Candidate(settings, other, option, full.peak, speed)
 
 
-def _space(job: Job, hardware: Hardware) -> Iterator[Settings]:
+def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
     """Yield the settings of the whole search."""
-    world, total = job.layout.world, job.batch.total
-    for tp, replicate in product(divisors(world), repeat=2):
-        data_parallel, rest = divmod(world, tp * job.layout.cp)
-        if rest or tp > hardware.node.gpus or data_parallel % replicate or total % data_parallel:
+    world, total, settings = job.layout.world, job.batch.total, job.config.parallelism
+    degrees, seq_len = divisors(world), job.config.training.seq_len
+    meshes: dict[str, Sequence[int]] = {
+        PP: [n for n in degrees if n <= min(MOST_PP, job.shape.layers)],
+        REPLICATE: degrees,
+        CP: [n for n in degrees if n in (1, job.layout.cp) or n * LEAST_TOKENS <= seq_len],
+        TP: [n for n in degrees if n <= hardware.node.gpus],
+        EP: divisors(job.shape.experts or 1),
+    }
+    for values in product(*meshes.values()):
+        shard, rest = divmod(world, prod(values[:4]))
+        share, uneven = divmod(total, shard * values[1] or 1)
+        if rest or uneven:
             continue
-        mesh = {TP: tp, REPLICATE: replicate, SHARD: data_parallel // replicate, GLOBAL: total}
+        mesh = {**dict(zip(meshes, values, strict=True)), SHARD: shard, GLOBAL: total, CHUNKS: 1}
         axes: dict[str, Sequence[Any]] = {
-            LOCAL: [local for local in divisors(total // data_parallel) if local <= MOST_SAMPLES],
+            LOCAL: [n for n in divisors(share) if n <= MOST_SAMPLES],
             RECOMPUTE: RECOMPUTE_MODES,
-            RESHARD: ("always", "never") if data_parallel > replicate else ("default",),
-            CHUNKS: (1, CHUNKED),
+            RESHARD: ("always", "never") if shard > 1 else ("default",),
         }
+        if value_of(job.given, FLOAT8):
+            axes[FLOAT8] = (True, False)
+        if mesh[PP] > 1:  # its step is one run of the schedule
+            axes |= {LOCAL: [share], RESHARD: ["default"], MICRO_BATCH: (1, 2)}
+            own = settings.pipeline_parallel_schedule
+            axes[SCHEDULE] = sorted({own, "1F1B", "Interleaved1F1B"})
         yield from (
             mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values())
         )
@@ -223,73 +231,21 @@ def _demand(job: Job) -> tuple[int, ...]:
     config, layout = job.config, job.layout
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
-    return layout.dp_replicate, job.batch.local, recompute, keeps, -config.training.loss_chunks
+    samples = job.batch.local, job.stages.size
+    return layout.dp_replicate, *samples, keeps, recompute, -config.training.loss_chunks
+
+
+def _program(job: Job) -> Any:
+    """Return what plans have in common whose demands can be compared."""
+    mesh = replace(job.layout, dp_replicate=1, dp_shard=1)
+    return mesh, job.stages.names, job.stages.schedule, value_of(job.config, FLOAT8)
 
 
 def _needs_no_less(job: Job, other: Job) -> bool:
     both = zip(_demand(job), _demand(other), strict=True)
-    return job.layout.tp == other.layout.tp and all(one >= another for one, another in both)
+    return _program(job) == _program(other) and all(one >= another for one, another in both)
 
 
-class _Facts:
-    """The facts about a job's model, on any mesh, without a rehearsal."""
-
-    def __init__(self, job: Job, hardware: Hardware) -> None:
-        self._hardware, self._layers = hardware, job.shape.layers
-        model, table = build_model(job)
-        trained = trained_parameters([model], table, job.spec.blocks, no_decay=())
-        named = [*model.named_parameters()]
-        state = sum(p.nbytes * (1 + p.requires_grad) for _, p in named)
-        self._state = state + optimizer_bytes(trained, job.config)
-        self._parameters = sum(p.numel() for _, p in named)
-        self._trained = sum(item.parameter.numel() for item in trained)
-        self._width = min(
-            (p.size(1) for n, p in named if table[n].tensor == "embedding"), default=0
-        )
-        flops = partial(
-            flops_per_token, table=table, shape=job.shape, seq_len=job.config.training.seq_len
-        )
-        self._flops = flops(named)
-        self._recomputed = (
-            flops(item for item in named if item[0].startswith(f"{job.spec.blocks}.")) // 3
-        )
-        """Of the blocks' forward pass."""
-
-    def state_bytes(self, job: Job) -> int:
-        """Return the bytes of parameters, gradients and optimizer state on a rank."""
-        return self._state // job.layout.model_shards
-
-    def least_seconds(self, job: Job) -> float:
-        """Return a lower limit of a step's estimate: the longest of its lanes."""
-        layout, hardware, batch = job.layout, self._hardware, job.batch
-        training, settings = job.config.training, job.config.parallelism
-
-        def seconds(kind: str, dimension: str, elements: int, dtype: str) -> float:
-            size = elements * getattr(torch, dtype).itemsize
-            return transfer(
-                Collective(kind, dimension, getattr(layout, dimension), dtype, size),
-                layout,
-                hardware,
-            )[0]
-
-        dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
-        is_full = job.config.activation_checkpoint.mode == "full"
-        samples = batch.local * batch.accumulation
-        tokens = own_tokens = training.seq_len // layout.cp
-        if layout.cp > 1:  # chunks attend to half of all pairs of tokens or more
-            tokens //= 2
-        flops = (self._flops + is_full * self._recomputed) * samples * tokens / layout.tp
-        share = hardware.efficiencies[hardware.efficiency_of(dtype, is_compiled(job))].share
-        computing = flops / hardware.peak(dtype) / share
-        # Two gathers and two reductions in each pass of a block.
-        activations = seconds("all-gather", "tp", own_tokens * self._width, dtype)
-        computing += activations * (12 if is_full else 8) * self._layers * samples
-        passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
-        splits = layout.tp * layout.ep  # of each weight by one of them, so that this is a limit
-        own = self._trained // splits
-        gather = seconds("all-gather", "dp_shard", self._parameters // splits, dtype)
-        scatter = seconds("reduce-scatter", "dp_shard", own, reduced)
-        reduce = seconds("all-reduce", "dp_replicate", own // layout.dp_shard, reduced)
-        reductions = 1 if settings.defer_gradient_sync else batch.accumulation
-        gathers = batch.accumulation * passes * gather
-        return max(computing, gathers + reductions * scatter, reductions * (scatter + reduce))
+def _is_no_faster(job: Job, other: Job) -> bool:
+    """Return whether a job recomputes no less than another, and is the same in all else."""
+    return _demand(job)[:-2] == _demand(other)[:-2] and _needs_no_less(other, job)

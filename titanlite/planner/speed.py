@@ -6,7 +6,7 @@ efficiencies of hardware.toml, on three lanes: compute, gathers of parameters, r
 gradients. Ranks of a pipeline wait for what others send: a step is the longest chain."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, product
@@ -15,12 +15,13 @@ from math import prod
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import Collective, Event, Operation, Recording, views
+from titanlite.planner.record import ON_HOST, Collective, Event, Operation, Recording, views
 
 MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
+HOST = "host memory"
 LANES = COMPUTE, GATHERS, REDUCTIONS, WAITING = "compute", "gathers", "reductions", "waiting"
 SENDS = "sends"
-"""A further lane, of a pipeline's ranks."""
+"""A further lane, of a pipeline's ranks, and of collectives that overlap with a matrix product."""
 
 _ALWAYS_ASSUMED = (
     "attention is counted in full, as in MFU: a causal kernel may do half of it, "
@@ -88,7 +89,11 @@ def is_compiled(job: Job) -> bool:
 def speed_of_job(job: Job, ranks: Sequence[Recording], hardware: Hardware) -> list[Speed]:
     """Return the bound and the estimate of a job's recorded step, on each pipeline rank."""
     tokens = job.batch.total * job.config.training.seq_len
-    return speed_of(ranks, job.layout, hardware, tokens, is_compiled(job), job.stages.rank_of)
+    # The gather of one sequence is not fused (torch 2.13).
+    hidden = ("reduce-scatter", "all-gather")[: job.batch.local]
+    hidden *= job.config.parallelism.enable_async_tensor_parallel
+    compiled, rank_of = is_compiled(job), job.stages.rank_of
+    return speed_of(ranks, job.layout, hardware, tokens, compiled, rank_of, hidden)
 
 
 def speed_of(
@@ -98,11 +103,13 @@ def speed_of(
     tokens_per_step: int,
     compiled: bool = False,
     rank_of: Mapping[int, int] | None = None,
+    hidden: Collection[str] = (),
 ) -> list[Speed]:
     """Return the bound and the estimate of a recorded step, on each pipeline rank; `compiled`
-    chooses among the efficiencies, `rank_of` has the rank of each stage.
+    chooses among the efficiencies, `rank_of` has the rank of each stage, `hidden` are the kinds of
+    tensor parallel's collectives that overlap with the product beside them.
     """
-    schedules = [_Schedule(layout, hardware, compiled) for _ in ranks]
+    schedules = [_Schedule(layout, hardware, compiled, hidden) for _ in ranks]
     done: dict[Event, float] = {}
     running = []
     for number, (recording, schedule) in enumerate(zip(ranks, schedules, strict=True)):
@@ -115,23 +122,21 @@ def speed_of(
     bounds = [*map(_bound, terms)]
     bound, binding = max(bounds)
     estimate = max(bound, *(schedule.finish() for schedule in schedules))
-    speeds = []
-    for schedule in schedules:
-        speeds.append(
-            Speed(
-                terms[bounds.index((bound, binding))],
-                bound,
-                binding,
-                estimate,
-                schedule.exposed,
-                schedule.spans,
-                schedule.starts,
-                tokens_per_step,
-                layout.world,
-                [*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED],
-            )
+    return [
+        Speed(
+            terms[bounds.index((bound, binding))],
+            bound,
+            binding,
+            estimate,
+            schedule.exposed,
+            schedule.spans,
+            schedule.starts,
+            tokens_per_step,
+            layout.world,
+            [*hardware.assumptions(schedule.efficiencies), *_ALWAYS_ASSUMED],
         )
-    return speeds
+        for schedule in schedules
+    ]
 
 
 def _bound(terms: Sequence[Term]) -> tuple[float, str]:
@@ -215,6 +220,9 @@ def transfer(collective: Collective, layout: Layout, hardware: Hardware) -> tupl
     """Return the seconds of a collective, by its slower link and that link's efficiency, and which
     link it is.
     """
+    if collective.dimension == "host":
+        rate = hardware.node.host.link * 1e9 * hardware.efficiencies["link"].share
+        return collective.bytes / rate, collective.kind  # both directions at once
     near, far = traffic(collective, layout, hardware.node.gpus)
     in_node = near / hardware.link_rate / hardware.efficiencies["link"].share
     between = far / hardware.network_rate / hardware.efficiencies["network"].share
@@ -223,36 +231,40 @@ def transfer(collective: Collective, layout: Layout, hardware: Hardware) -> tupl
 
 def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator[Term]:
     """Yield the parts of the bound."""
-    flops = Counter[str]()
+    rates = {MEMORY: hardware.memory_rate, HOST: hardware.host_rate}
+    rates |= {LINK: hardware.link_rate, NETWORK: hardware.network_rate}
+    amounts: dict[tuple[str, str], float] = defaultdict(float)
     for operation in recording.operations:
-        flops[operation.dtype] += operation.flops
-    yield from (
-        Term(COMPUTE, dtype, n, n / hardware.peak(dtype)) for dtype, n in flops.items() if n
-    )
-    moved = sum(map(_moved, recording.operations))
-    yield Term(MEMORY, "", moved, moved / hardware.memory_rate)
-    links: dict[str, float] = defaultdict(float)
-    networks: dict[str, float] = defaultdict(float)
+        amounts[COMPUTE, operation.dtype] += operation.flops
+        amounts[HOST if _is_on_host(operation) else MEMORY, ""] += _moved(operation)
     for collective, count in recording.collectives().items():
+        of = collective.dimension
+        if of == "host":  # both directions at once
+            rates[collective.kind] = hardware.node.host.link * 1e9
+            amounts[collective.kind, of] += count * collective.bytes
+            continue
         # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce
         # only once.
         count /= 2 if collective.kind == "all-reduce" else 1
         near, far = traffic(collective, layout, hardware.node.gpus)
-        links[collective.dimension] += count * near
-        networks[collective.dimension] += count * far
-    for of, size in links.items():
-        if size:
-            yield Term(LINK, of, size, size / hardware.link_rate)
-    for of, size in networks.items():
-        if size:
-            yield Term(NETWORK, of, size, size / hardware.network_rate)
+        amounts[LINK, of] += count * near
+        amounts[NETWORK, of] += count * far
+    for (resource, of), amount in amounts.items():
+        if amount:
+            rate = hardware.peak(of) if resource == COMPUTE else rates[resource]
+            yield Term(resource, of, amount, amount / rate)
 
 
 def _moved(operation: Operation) -> int:
-    """Return the bytes of memory traffic that no compiler can fuse away: of matrix products and of
-    the update.
+    """Return the bytes of memory traffic that no compiler can fuse away: of matrix products, of
+    the update, and on the host.
     """
-    return operation.moved if operation.flops or operation.phase == "optimizer" else 0
+    counts = operation.flops or operation.phase == "optimizer" or _is_on_host(operation)
+    return operation.moved if counts else 0
+
+
+def _is_on_host(operation: Operation) -> bool:
+    return operation.phase.endswith(ON_HOST)
 
 
 class _Schedule:
@@ -260,12 +272,17 @@ class _Schedule:
 
     A gather starts when its predecessor has been taken by compute; compute waits for it where its
     result is read first. A reduction starts where it was recorded, after its predecessor, and
-    compute leaves the backward pass when all are done. Every other collective is a part of compute.
-    Collectives that need the same link take turns."""
+    compute leaves the backward pass when all are done. Every other collective is a part of compute,
+    but for hidden ones: a gather goes on during the product that reads it, a reduction began with
+    the product that it reduces. Collectives that need the same link take turns."""
 
-    def __init__(self, layout: Layout, hardware: Hardware, compiled: bool) -> None:
+    def __init__(
+        self, layout: Layout, hardware: Hardware, compiled: bool, hidden: Collection[str]
+    ) -> None:
         self.layout, self.hardware, self.compiled = layout, hardware, compiled
-        self.now = 0.0  # how far compute is
+        self.hidden = hidden
+        self.now = self.product = 0.0  # how far compute is, and where its last product began
+        self.arriving: Span | None = None  # a gather that goes on during the next product
         # When lanes and links have finished their work.
         self.free: dict[str, float] = defaultdict(float)
         self.gathers: list[Span] = []  # not taken by compute yet
@@ -305,12 +322,22 @@ class _Schedule:
             return
         collective = operation.collective
         is_data_parallel = operation.is_fsdp or "dp" in collective.dimension
-        if is_data_parallel and collective.kind == "all-gather":
+        is_gather = is_data_parallel and collective.kind == "all-gather"
+        if is_gather or collective.kind == "to GPU":
+            if self.gathers and self.gathers[-1].what == "host":
+                self.gathers.pop()  # the copies of a group, and its gather, are awaited together
             self.gathers.append(self._communicate(GATHERS, collective, self.taken))
+        elif collective.kind == "from GPU":
+            self.reduction = self._communicate(REDUCTIONS, collective, self.now)
         elif is_data_parallel and in_backward:
             if self.reduction and collective.kind == "reduce-scatter":
                 self._wait_for(self.reduction)  # FSDP2 keeps the input of one reduce-scatter
             self.reduction = self._communicate(REDUCTIONS, collective, self.now)
+        elif collective.dimension == "tp" and collective.kind in self.hidden:
+            if collective.kind == "all-gather":
+                self.arriving = self._communicate(SENDS, collective, self.now)
+            else:
+                self._wait_for(self._communicate(SENDS, collective, self.product))
         else:
             self._wait_for(self._communicate(COMPUTE, collective, self.now))
 
@@ -319,7 +346,8 @@ class _Schedule:
         return max([self.now, *self.free.values()])
 
     def _compute(self, operation: Operation) -> None:
-        seconds = _moved(operation) / self.hardware.memory_rate
+        hardware, on_host = self.hardware, _is_on_host(operation)
+        seconds = _moved(operation) / (hardware.host_rate if on_host else hardware.memory_rate)
         if operation.flops:
             rate = self.hardware.peak(operation.dtype) * self._share(operation.dtype)
             seconds = max(seconds, operation.flops / rate)
@@ -329,17 +357,22 @@ class _Schedule:
             return
         start = self.now
         self.now += seconds
+        if operation.flops:
+            self.product = start
         if self.starts[-1] is None:
             self.starts[-1] = start
         last = self.spans[-1] if self.spans else None
         if last and last.lane == COMPUTE and last.what == operation.phase and last.end == start:
             start = self.spans.pop().start
         self.spans.append(Span(COMPUTE, operation.phase, start, self.now))
+        if operation.flops and self.arriving:
+            self._wait_for(self.arriving)
+            self.arriving = None
 
     def _communicate(self, lane: str, collective: Collective, earliest: float) -> Span:
         """Schedule a collective on its lane, and on the slower of the links that it uses."""
         seconds, link = transfer(collective, self.layout, self.hardware)
-        self.efficiencies.add("link" if link == LINK else "network")
+        self.efficiencies.add({LINK: "link", NETWORK: "network"}.get(link, "host"))
         lane_free = self.now if lane == COMPUTE else self.free[lane]
         start = max(earliest, lane_free, self.free[link])
         span = Span(lane, collective.dimension, start, start + seconds)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.optim import TrainedParam
+from titanlite.planner.counting import Counting
 from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors
 
 
@@ -57,6 +58,16 @@ def balanced(
 def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
     """Keep values as a copy to the host does; nothing bad is read from them."""
     return lambda kept=values: [0.0] * len(kept)
+
+
+_to = torch.Tensor.to
+
+
+def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Copy what FSDP2 moves between a host and its GPU: nobody else says whether to block."""
+    if "non_blocking" not in options or Counting.current is None:
+        return _to(tensor, *args, **options)
+    return Counting.current.copy_over(tensor)
 
 
 def even_groups(counts: torch.Tensor, rows: int) -> list[int]:
@@ -110,6 +121,7 @@ def as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
     for part in parts:
         owners += [module for module in part.modules() if hasattr(module, "attend_last")]
     with ExitStack() as patches:
+        patches.enter_context(patch.object(torch.Tensor, "to", to))
         for owner, (name, substitute) in product(owners, AS_ON_CUDA.items()):
             if hasattr(owner, name):
                 patches.enter_context(patch.object(owner, name, substitute))

@@ -5,6 +5,7 @@ from math import nan
 from textwrap import fill
 
 from titanlite.observe.page import Number, Table
+from titanlite.planner.bounds import FLOAT8
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
@@ -76,7 +77,9 @@ def _memory(plan: Plan) -> Table:
     sizes: list[tuple[str, int, int]] = [
         (kind, recording.at_peak.get(kind, 0), recording.static.get(kind, 0)) for kind in KINDS
     ]
-    sizes.append((f"peak, in {recording.moment}", recording.peak, sum(recording.static.values())))
+    *on_gpu, host = sizes
+    total = f"peak, in {recording.moment}", recording.peak, sum(size for *_, size in on_gpu)
+    sizes = [*on_gpu, total, host]
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
     header = ("GiB", "at the peak", "static")
     return Table("memory", "Memory of a rank", header, rows, plan.assumptions)
@@ -139,7 +142,10 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
     """Return the ranking of a search."""
     seen = ", ".join(f"{number} {what}" for what, number in found.counts.items() if number)
     if not found.best:
-        return Table("search", f"No plan fits on {world} x {hardware.name}: {seen}", (), ())
+        size, what = found.needed
+        binds = f"{what} needs {size / GIB:.2f} GiB of {hardware.usable_bytes / GIB:.2f}"
+        title = f"No plan fits on {world} x {hardware.name}: {seen}; at the least {binds}"
+        return Table("search", title, (), ())
 
     def row(number: int, one: Candidate) -> list[str | Number]:
         seconds = [one.measured or nan, one.speed.estimate, one.speed.bound][unmeasured:]
@@ -171,22 +177,27 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
 def _name(one: Candidate) -> str:
     """Return a short name of a plan that a search found, in the words that `_KEYS` explains."""
     layout, config = one.job.layout, one.job.config
-    degrees = {"replicate": layout.dp_replicate, "dp": layout.dp_shard, "tp": layout.tp}
+    degrees = {"pp": layout.pp, "rep": layout.dp_replicate, "dp": layout.dp_shard}
+    degrees |= {"cp": layout.cp, "tp": layout.tp, "ep": layout.ep}
     mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+    stages = one.job.stages
+    pieces = f" by {stages.size}, {stages.schedule}" * (layout.pp > 1)
     parts = [
         mesh,
-        f"batch {one.job.batch.local}",
+        f"batch {one.job.batch.local}{pieces}",
         config.activation_checkpoint.mode.replace("none", "no recompute"),
     ]
     parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
     parts += [f"{config.training.loss_chunks} chunks"] if config.training.loss_chunks > 1 else []
+    parts += ["bfloat16"] * (one.settings.get(FLOAT8) is False)
     return ", ".join(filter(None, parts))
 
 
 _KEYS = """\
-dp is parallelism.data_parallel_shard_degree, replicate
-parallelism.data_parallel_replicate_degree, tp parallelism.tensor_parallel_degree, batch
-training.local_batch_size; full, selective or no recompute is activation_checkpoint.mode, kept
+dp is parallelism.data_parallel_shard_degree, rep
+parallelism.data_parallel_replicate_degree, pp, cp, tp and ep the degrees of pipeline, context,
+tensor and expert parallel, batch training.local_batch_size, by the size of a pipeline's
+micro-batch; full, selective or no recompute is activation_checkpoint.mode, kept
 parallelism.fsdp_reshard_after_forward = "never", chunks training.loss_chunks.
 training.global_batch_size stays as it is. --out writes the first as a config."""
 

@@ -184,6 +184,7 @@ def without_values() -> Iterator[None]:
         return grouped(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()  # a CPU computes it
 
     with (
+        torch._dynamo.config.patch(recompile_limit=1000),  # a graph for each job in a world
         patch.object(adam, "_get_value", value),
         patch.object(rules, "_meta_grouped_mm_common", product),
     ):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from titanlite.errors import UserError, nearest
@@ -19,7 +20,7 @@ def configured(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> An
 
     An error names all that do not fit.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     legal = [*spec.flavors]
     if spec.hf and spec.hf.fields:  # the overrides of flavor hf give all fields
@@ -35,7 +36,7 @@ def configured(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> An
     if unknown:
         raise UserError(f"{spec.name} has no field {', '.join(unknown)}")
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        return _adapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         faults = "; ".join(
             ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()
@@ -44,6 +45,13 @@ def configured(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> An
         # pydantic writes 1e-30 with thirty digits.
         faults = re.sub(r"0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", faults)
         raise UserError(faults) from None
+
+
+@cache
+def _adapter(cls: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def _merged(

@@ -1,0 +1,80 @@
+"""What is offloaded is planned in the host's memory and over its link; what overlaps is not waited
+for; the first rank is the fullest.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import TINY, job
+from tests.lanes import sample
+from titanlite.layout import Layout
+from titanlite.planner.hardware import GIB, load_hardware
+from titanlite.planner.plan import make_plan
+from titanlite.planner.record import Collective, Operation, Recording
+from titanlite.planner.rehearse import record_step, static_bytes
+from titanlite.planner.speed import speed_of
+from titanlite.planner.tables import report
+
+OFFLOAD = [*TINY, "--training.enable_cpu_offload"]
+
+
+def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_used():
+    given = job(OFFLOAD, 2)
+    kept, recording = static_bytes(given), record_step(given)
+    state = kept["parameters"] + kept["gradients"] + kept["optimizer"]
+    assert recording.at_peak["host"] >= state
+    assert not recording.at_peak["parameters"] and not recording.at_peak["optimizer"]
+    plain = record_step(job(TINY, 2))
+    assert recording.peak <= plain.peak - kept["parameters"]
+    sent = Counter[str]()
+    for one, number in recording.collectives().items():
+        sent[one.kind] += number * one.bytes * (one.dimension == "host")
+    assert sent["from GPU"] == kept["gradients"]
+    assert kept["parameters"] < sent["to GPU"] <= 2 * kept["parameters"], "each pass"
+    assert {op.phase for op in recording.operations} >= {"optimizer on the host"}
+
+
+def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():
+    hardware = load_hardware("h100-80g")
+    plan = make_plan(job(OFFLOAD, 2), hardware)
+    assert plan.fits and "of the host" in report(plan)
+    assert {term.resource for term in plan.speed.terms} >= {"host memory", "to GPU", "from GPU"}
+    needed = plan.on_host * hardware.node.gpus / GIB
+    for gib, fits in ((needed, True), (needed * 0.99, False)):
+        host = replace(hardware.node.host, gib=gib)
+        small = replace(hardware, node=replace(hardware.node, host=host))
+        assert replace(plan, hardware=small).fits == fits
+
+
+@pytest.mark.parametrize(("kind", "other"), [("all-gather", 1), ("reduce-scatter", 0)])
+def test_asynchronous_tensor_parallel_hides_a_collective_behind_the_product_beside_it(kind, other):
+    """A product of a second, and a collective of half a second."""
+    hardware = load_hardware("h100-80g")
+    rate = hardware.peak("bfloat16") * hardware.efficiencies["bfloat16"].share
+    half = hardware.link_rate * hardware.efficiencies["link"].share
+    product = Operation("forward 0", 1, int(rate), "bfloat16", 1)
+    sent = Operation("forward 0", 1, collective=Collective(kind, "tp", 2, "bfloat16", int(half)))
+    recording = Recording([sent, product] if other else [product, sent], {})
+    for hidden, seconds in (((), 1.5), ((kind,), 1.0)):
+        speed = speed_of([recording], Layout(tp=2), hardware, 1, hidden=hidden)[0]
+        assert speed.estimate == pytest.approx(seconds, rel=1e-6)
+
+
+UNEVEN = [
+    ([], 3),
+    (["--training.mixed_precision_param=bfloat16"], 3),
+    (["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"], 6),
+    (["--optimizer.name=Muon"], 3),
+    (["--activation_checkpoint.mode=full", "--training.loss_chunks=4"], 3),
+    (["--parallelism.context_parallel_degree=2"], 6),
+    (["--fault.on_nonfinite=skip", "--optimizer.implementation=foreach"], 5),
+]
+
+
+@pytest.mark.parametrize(("flags", "world"), sample(UNEVEN, UNEVEN[2]))
+def test_of_ranks_with_uneven_shards_the_first_is_the_fullest(flags, world):
+    given = job([*TINY, "--model.overrides.vocab_size=257", *flags], world)
+    peaks = [record_step(given, rank).peak for rank in (0, world // 2, world - 1)]
+    assert peaks[0] == max(peaks)
