@@ -101,7 +101,7 @@ def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, ur
     shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
     source, target = tmp_path / "step-2", place(f"{url}/step-2")
     transfer.begin(source, target)
-    transfer.copy_files(source, target, read_manifest(source).files)
+    transfer.copy_files(source, target, read_manifest(source).files.items())
     source.rename(tmp_path / "archived")
     with pytest.raises(CorruptCheckpoint):
         transfer.end(source, target)

@@ -149,7 +149,7 @@ class Mirror:
 
         def copy() -> str:
             try:
-                transfer.copy_files(source, staging, self._share(source))
+                transfer.copy_files(source, staging, self._share(source).items())
             except (CorruptCheckpoint, FileNotFoundError) as error:
                 return str(error)
             return ""
@@ -238,7 +238,7 @@ class Mirror:
         if any(gather_objects(run_on_all_ranks(self.group, what, begin), self.group)):
             return False
         copy = partial(transfer.copy_files, source, target)
-        run_on_all_ranks(self.group, what, lambda: copy(self._share(source)))
+        run_on_all_ranks(self.group, what, lambda: copy(self._share(source).items()))
         run_on_rank_0(self.group, what, end)
         return True
 

@@ -3,7 +3,7 @@
 A step is there exactly when its manifest is. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import (
@@ -24,9 +24,9 @@ ASIDE = f"{MANIFEST}.aside"
 object brings it back."""
 
 
-def copy_files(source: Path, target: Path, files: Mapping[str, File]) -> None:
+def copy_files(source: Path, target: Path, files: Iterable[tuple[str, File]]) -> None:
     """Copy files of a checkpoint; raise for one that differs from its manifest."""
-    for name, file in files.items():
+    for name, file in files:
         if store.copy(source / name, target / name) != (file.size, file.crc32):
             raise CorruptCheckpoint(f"{source / name}: damaged, it differs from the manifest")
 

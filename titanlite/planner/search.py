@@ -17,6 +17,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.schema import value_of, with_values
 from titanlite.layout import divisors
+from titanlite.observe.progress import track
 from titanlite.planner.bounds import FLOAT8, Facts
 from titanlite.planner.depth import fullest, ranks_in
 from titanlite.planner.fake_world import FakeWorld
@@ -84,7 +85,8 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
         elif other := changed(job, settings):
             legal.append(((facts.least_seconds(other), _demand(other)), settings, other))
     with FakeWorld() as world:
-        for (seconds, _), settings, other in sorted(legal, key=itemgetter(0)):
+        ranked = sorted(legal, key=itemgetter(0))
+        for (seconds, _), settings, other in track(ranked, len(ranked), "layouts"):
             size = facts.least_bytes(other)
             if size > hardware.usable_bytes:
                 needed = min(needed, (size, "what a rank keeps at least"))

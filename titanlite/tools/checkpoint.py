@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from titanlite.checkpoint import transfer
@@ -17,6 +17,7 @@ from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
+    File,
     Manifest,
     committed,
     faults,
@@ -30,6 +31,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
+from titanlite.observe.progress import track
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, local_folder, place
 from titanlite.tools.checkpoint_hf import export, import_folder
@@ -98,9 +100,21 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, if it can be read, and the faults of the folder."""
     try:
         manifest = read_manifest(folder)
-        return manifest, faults(folder, manifest, manifest.files if full else DOCUMENTS)
+        problems = faults(folder, manifest, DOCUMENTS)
+        for name, file in _track(manifest) if full else ():
+            path = folder / name
+            if name in DOCUMENTS or not store.exists(path) or store.size(path) != file.size:
+                continue
+            if store.crc32(path) != file.crc32:
+                problems.append(f"{path}: checksum mismatch")
+        return manifest, sorted(problems)
     except (UserError, OSError) as error:
         return None, [str(error)]
+
+
+def _track(manifest: Manifest) -> Iterator[tuple[str, File]]:
+    """Yield the files of a checkpoint, and show how many of their bytes are done."""
+    return track(manifest.files.items(), manifest.size, "bytes", lambda item: item[1].size)
 
 
 def _show(arguments: Namespace) -> int:
@@ -221,14 +235,15 @@ def _cp(arguments: Namespace) -> int:
     target = step_folder(root, manifest.step)
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists; name another folder")
+    files = _track(manifest)
     if is_remote(root):
         transfer.begin(source, target)
-        transfer.copy_files(source, target, manifest.files)
+        transfer.copy_files(source, target, files)
         transfer.end(source, target)
     else:
         store.make_folder(root)
         with staging_folder(target, None, "the copy") as staging:
-            transfer.copy_files(source, staging, manifest.files)
+            transfer.copy_files(source, staging, files)
             store.copy(source / MANIFEST, staging / MANIFEST)
             store.publish(staging, target)
     print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified")

@@ -19,6 +19,7 @@ from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError, print_notice, some_of
+from titanlite.observe.progress import progress_bar
 from titanlite.registry.lora import Adapters
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
@@ -49,12 +50,17 @@ def export(arguments: Namespace) -> int:
     from titanlite.checkpoint.hf.peft import export_adapters
     from titanlite.checkpoint.load import load_tensors
 
+    names = [name for name in manifest.tensors if name.startswith("model.")]
+    fetched = set[str]()
+
     def fetch(name: str, owner: int) -> torch.Tensor:
+        fetched.add(name)
+        show(len(fetched), len(names))
         return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
 
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
-    with writing(target):
+    with writing(target), progress_bar("tensors") as show:
         _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":

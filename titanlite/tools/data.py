@@ -2,21 +2,17 @@
 
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from rich import progress
-from rich.console import Console
 
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.data.documents import SUFFIXES, text_files
-from titanlite.data.prepare import Progress, prepare
+from titanlite.data.prepare import prepare
 from titanlite.data.shards import ShardSource, read_manifest
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
 from titanlite.errors import UserError, format_table, print_notice
+from titanlite.observe.progress import progress_bar
 from titanlite.runtime.cluster import cores
 from titanlite.tools.exclusive import writing
 
@@ -51,7 +47,7 @@ def _prepare(arguments: Namespace) -> int:
     documents = {source: text_files(source, source) for source in arguments.src}
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
-    with writing(arguments.out), _progress_bar() as report:
+    with writing(arguments.out), progress_bar("bytes") as report:
         manifest = prepare(
             documents, arguments.tokenizer, arguments.out, arguments.workers, report, print_notice
         )
@@ -71,18 +67,6 @@ def counts_line(manifest: dict[str, Any]) -> str:
     return ", ".join(
         f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items()
     )
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """Yield a callback that draws a progress bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
-    with progress.Progress(
-        *columns, progress.TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _show(arguments: Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from titanlite.config.options import declare
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanlite.errors import UserError, format_table, print_notice
+from titanlite.observe.progress import track
 from titanlite.tools.load import add_checkpoint, load_model, saved_job
 
 
@@ -51,9 +52,11 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     model = load_model(job, folder, device)  # verifies the folder
     everything = RankSlice(0, 1, settings.local_batch_size)
     steps = None if settings.steps == -1 else settings.steps
-    loader: Any = Counted(
-        build_loader(data, everything, 0, steps, job.config.training.dataloader), tokenizer
-    )
+    batches: Any = build_loader(data, everything, 0, steps, job.config.training.dataloader)
+    if data.samples is not None:  # of a stream the length is not known
+        whole = -(-data.samples // settings.local_batch_size)
+        batches = track(batches, min(whole, steps or whole), "batches")
+    loader: Any = Counted(batches, tokenizer)
     print_notice(f"{folder} on {settings.dataset} {settings.dataset_path}".rstrip())
     loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
     assert loss is not None

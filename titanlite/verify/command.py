@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.options import declare
 from titanlite.errors import UserError, nearest
+from titanlite.observe.progress import track
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import (
     BEYOND,
@@ -250,7 +251,7 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
         open_pool(max(row.mesh.world for row in rows.values()), model.device) as pool,
         row_runner(model, pool) as run,
     ):
-        for number, row in rows.items():
+        for number, row in track(rows.items(), len(rows), "rows"):
             if row in cached:
                 results.append(cached[row])
                 continue
