@@ -76,5 +76,6 @@ UNEVEN = [
 @pytest.mark.parametrize(("flags", "world"), sample(UNEVEN, UNEVEN[2]))
 def test_of_ranks_with_uneven_shards_the_first_is_the_fullest(flags, world):
     given = job([*TINY, "--model.overrides.vocab_size=257", *flags], world)
-    peaks = [record_step(given, rank).peak for rank in (0, world // 2, world - 1)]
+    # Every second one: under context parallel their chunks are those of the first.
+    peaks = [record_step(given, rank).peak for rank in range(0, world, 2)]
     assert peaks[0] == max(peaks)

@@ -190,7 +190,7 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
 def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew():
     given = job([*SMALL, "--training.global_batch_size=2"], 1)
     everything = search(given, load_hardware("h100-80g"), max_seconds=1000, most=1000)
-    assert [what for what, number in everything.counts.items() if number] == ["rehearsed"]
+    assert everything.counts["ruled out"] and not everything.counts["not reached in time"]
     facts = Facts(given, load_hardware("h100-80g"))
     assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best), (
         "what rules out"
@@ -200,9 +200,11 @@ def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew(
     peaks = sorted(candidate.peak for candidate in everything.best)
     usable = peaks[len(peaks) // 4]
     some = search(given, hardware_of(usable), max_seconds=1000, most=1000)
-    assert some.counts["ruled out"] and {c.option for c in some.best} == {
+    # What recomputes more than a plan that fits is ruled out, and tried where that one does not.
+    assert some.counts["ruled out"] and {c.option for c in some.best} >= {
         c.option for c in everything.best if c.peak <= usable
     }
+    assert all(candidate.peak <= usable for candidate in some.best)
     slowest_first = iter([3.0, 1.0, 2.0])
     ranked = measured(everything, 3, lambda settings: next(slowest_first))
     assert [c.measured for c in ranked.best[:4]] == [1.0, 2.0, 3.0, 0.0]
