@@ -8,13 +8,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.gpu import fake_gpu
 from tests.gpu.conftest import COMPILE
-from tests.gpu.fake_gpu import Event, Trace, mismatches
+from tests.gpu.fake_gpu import Event, Ran, Trace, mismatches
 from tests.lanes import sample
 from tests.launch.run import ROOT
 
@@ -37,21 +38,21 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
     # name: (GPUs, options, waits of a step that is not logged)
     "FSDP": (2, "", FLAGS),
     "HSDP": (4, "--parallelism.data_parallel_replicate_degree=2", FLAGS),
-    "tensor parallel": (2, "--parallelism.tensor_parallel_degree=2", FLAGS),
-    "context parallel": (2, "--parallelism.context_parallel_degree=2", FLAGS),
+    "resharded over fewer": (4, "--parallelism.fsdp_reshard_after_forward=2", FLAGS),
+    "FSDP x tensor parallel": (4, "--parallelism.tensor_parallel_degree=2", FLAGS),
+    "FSDP x context parallel": (4, "--parallelism.context_parallel_degree=2", FLAGS),
     "Ulysses": (
         2,
         "--parallelism.context_parallel_degree=2 "
         "--parallelism.context_parallel_rotate_method=ulysses",
         FLAGS,
     ),
-    "expert parallel": (2, MOE, FLAGS | dict.fromkeys(READS, 4)),
+    "FSDP x expert parallel": (4, MOE, FLAGS | dict.fromkeys(READS, 4)),
     "expert parallel, recomputed": (
         2,
         f"{MOE} --activation_checkpoint.mode=full",
         FLAGS | dict.fromkeys(READS, 8),
     ),
-    "GPipe": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=GPipe", FLAGS),
     "1F1B": (2, PIPELINE, FLAGS),
     "Interleaved1F1B": (
         2,
@@ -64,7 +65,6 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
         FLAGS,
     ),
     "DualPipeV": (2, f"{PIPELINE} --parallelism.pipeline_parallel_schedule=DualPipeV", FLAGS),
-    "float8": (2, "--quantize.linear.float8.enable", FLAGS),
     "float8 gathered": (
         2,
         "--quantize.linear.float8.enable --quantize.linear.float8.enable_fsdp_float8_all_gather "
@@ -103,11 +103,11 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("row", sample(ROWS, "FSDP"))
-def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_gpus, tmp_path, row):
+def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row, row):
     if row == "documents" and not os.environ.get(COMPILE):
         pytest.skip("compiles FlexAttention for minutes: scripts/test_fake_gpu.sh --compile")
-    gpus, options, waits = ROWS[row]
-    ran = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()])
+    gpus, _, waits = ROWS[row]
+    ran = train_row(row)
     assert ran.code == 0, ran.out
     assert len(ran.traces) == gpus
     assert mismatches(ran.traces) == []
@@ -115,24 +115,37 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_on_g
         assert trace.step(3).waits() == waits
 
 
+@pytest.fixture(scope="module")
+def train_row(train_on_gpus, tmp_path_factory) -> Any:
+    """Return a function that trains a row, once."""
+
+    @cache
+    def train(row: str) -> Ran:
+        gpus, options, _ = ROWS[row]
+        argv = [*STEPS.split(), *options.split()]
+        return train_on_gpus(tmp_path_factory.mktemp("row"), gpus, argv)
+
+    return train
+
+
 COMMUNICATORS = {
-    # options: (GPUs, communicators, those that are used)
-    "": (2, 1, 1),
-    "--parallelism.data_parallel_replicate_degree=2": (4, 3, 3),
-    "--parallelism.tensor_parallel_degree=2": (4, 3, 3),
-    "--parallelism.fsdp_reshard_after_forward=2": (4, 3, 2),
-    "--parallelism.context_parallel_degree=2": (4, 3, 3),
-    MOE: (4, 3, 3),
-    PIPELINE: (2, 2, 2),
-    f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B": (2, 4, 4),
+    # row: (communicators, those that are used)
+    "FSDP": (1, 1),
+    "HSDP": (3, 3),
+    "resharded over fewer": (3, 2),
+    "FSDP x tensor parallel": (3, 3),
+    "FSDP x context parallel": (3, 3),
+    "FSDP x expert parallel": (3, 3),
+    "1F1B": (2, 2),
+    "Interleaved1F1B": (4, 4),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", COMMUNICATORS)
-def test_a_layout_has_so_many_communicators(train_on_gpus, tmp_path, options):
-    gpus, made, used = COMMUNICATORS[options]
-    (trace, *_) = train_on_gpus(tmp_path, gpus, [*STEPS.split(), *options.split()]).traces
+@pytest.mark.parametrize("row", COMMUNICATORS)
+def test_a_layout_has_so_many_communicators(train_row, row):
+    made, used = COMMUNICATORS[row]
+    (trace, *_) = train_row(row).traces
     assert len(trace.of("communicator")) == made
     assert len({event.facts["comm"] for event in trace.of("collective", "send", "receive")}) == used
 

@@ -64,7 +64,7 @@ class Node:
         self.rank, self.processes = nodes.rank, processes
         self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
-        self._kept_at = 0
+        self._kept_at = 0.0
         self._old_keys: list[str] = []
         """Of attempts that are over, on node 0."""
         if nodes.count > 1:
@@ -183,12 +183,12 @@ class Node:
 
     def _keep_beats(self) -> None:
         """Write the places of all ranks on node 0, for other processes."""
-        board = self._board
-        if self.rank > 0 or board.exchanges == self._kept_at:
+        now = time.monotonic()
+        if self.rank > 0 or now - self._kept_at < BEAT_SECONDS:
             return
-        self._kept_at = board.exchanges
+        self._kept_at = now
         beats = {}
-        for status in board.statuses.values():
+        for status in self._board.statuses.values():
             beats |= status.beats
         file = Path(self._config.job.dump_folder, "logs", RANKS)
         with suppress(OSError):
