@@ -297,6 +297,28 @@ def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
     )
 
 
+def with_slow_writes(argv: list[str], folder: str) -> list[str]:
+    """Train with saves of more than a second; return the log."""
+    log, lines = keeping_log()
+    run, publish = trainer(argv, folder, log), commit._publish
+
+    def publish_late(*args: Any) -> None:
+        time.sleep(1.1)
+        publish(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "_publish", publish_late)
+        run.train()
+    return lines
+
+
+def test_a_save_that_takes_longer_than_the_grace_of_a_stop_is_warned_of(pool, tmp_path):
+    for grace, warned in ((1, 1), (60, 0)):
+        argv = [*SAVING, "--training.steps=1", f"--fault.grace_seconds={grace}"]
+        (lines,) = pool.run(with_slow_writes, argv, str(tmp_path / str(grace)), world=1)
+        assert sum("step 1 took 1 s to write" in line for line in lines) == warned
+
+
 def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
     argv = [
         *SAVING,

@@ -7,6 +7,7 @@ import resource
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,12 @@ from titanlite.layout import Layout
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime import distributed, torch_private
 from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.distributed import WATCH_SECONDS, process_group, set_collective_timeout
+from titanlite.runtime.distributed import (
+    WATCH_SECONDS,
+    process_group,
+    set_collective_timeout,
+    stay_near,
+)
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -113,6 +119,7 @@ def environ(monkeypatch, tmp_path):
 
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "set_device", lambda _: None)
+            patch.setattr(distributed, "stay_near", lambda _: None)
             patch.setattr(dist, "init_process_group", init)
             patch.setattr(dist, "destroy_process_group", lambda: None)
             patch.setattr(os, "environ", {"PATH": "/bin", **variables})
@@ -164,3 +171,32 @@ def test_a_rank_may_open_as_many_files_as_the_system_allows(environ):
         assert environ()[1] == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "kept"),
+    [
+        ("2-3,6", {0, 1, 2, 6}, {2, 6}),
+        ("4-7", {0, 1}, {0, 1}),  # somebody has chosen other cores
+        ("", {0, 1}, {0, 1}),  # a virtual machine that does not say
+    ],
+)
+def test_a_rank_stays_on_the_cores_near_its_gpu_that_it_may_use(
+    tmp_path, monkeypatch, near, allowed, kept
+):
+    device = tmp_path / "0001:a1:00.0"
+    device.mkdir()
+    (device / "local_cpulist").write_text(f"{near}\n")
+    used = [allowed]
+
+    def choose(_: int, cores: set[int]) -> None:
+        if not cores:
+            raise OSError("invalid argument")
+        used.append(cores)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", choose)
+    gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xA1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    stay_near(torch.device("cuda", 0), tmp_path)
+    assert used[-1] == kept

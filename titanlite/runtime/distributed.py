@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,19 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def stay_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Keep this thread, and those that it starts, on the cores of a GPU's NUMA node, of those that
+    it may use.
+    """
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the names
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    with suppress(OSError, ValueError):  # a virtual machine may not say
+        ranges = (devices / address / "local_cpulist").read_text().strip().split(",")
+        bounds = [tuple(map(int, each.split("-"))) for each in ranges]
+        near = {core for each in bounds for core in range(each[0], each[-1] + 1)}
+        os.sched_setaffinity(0, near & os.sched_getaffinity(0))  # an error if there is none
+
+
 @contextmanager
 def process_group(
     rank: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
@@ -50,6 +63,7 @@ def process_group(
     backend, gpu = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        stay_near(device)
         backend, gpu = "cuda:nccl,cpu:gloo", device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)

@@ -133,6 +133,12 @@ class Report:
             if save.mirror_behind is not None:
                 values["mirror_steps_behind"] = save.mirror_behind
             self._write(save.step, values, tags)
+            grace, written = self.job.config.fault.grace_seconds, save.costs["write"]
+            if written > grace:
+                self.log.warning(
+                    f"step {save.step} took {written:.0f} s to write, and a run that is asked to "
+                    f"stop has fault.grace_seconds = {grace}: give it more, or it loses that save"
+                )
 
     def _write(self, step: int, values: Values, tags: Values) -> None:
         """Record numbers. A disk without room for them ends the run only if a failed save would."""
