@@ -2,13 +2,11 @@
 is drawn.
 """
 
-import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from tests.jobs import TINY
 from tests.lanes import sample
 from tests.launch.run import ROOT, environment
-from titanlite.observe.metrics import StepRecord
 
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENCODINGS = [{"PYTHONIOENCODING": "latin-1"}, POSIX]
@@ -67,13 +64,12 @@ def test_a_list_in_an_error_breaks_at_the_edge_of_the_terminal_and_commands_stay
         and max(map(len, lines)) <= 60
     )
     assert sum("llama" in line for line in lines) > 1
-    (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    (tmp_path / "metrics.jsonl").write_text(
-        json.dumps(dict.fromkeys([field.name for field in fields(StepRecord)], 1)) + "\n"
-    )
+    (tmp_path / "pyarrow.py").write_text("raise ImportError")
+    (tmp_path / "some.parquet").write_bytes(b"PAR1")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    lines = on_a_terminal(60, "plot", str(tmp_path), PYTHONPATH=path)
-    assert f"  {sys.executable} -m pip install matplotlib" in lines, lines
+    text = str(tmp_path / "some.parquet")
+    lines = on_a_terminal(60, "data", "prepare", text, "--out", "shards", PYTHONPATH=path)
+    assert f"  {sys.executable} -m pip install pyarrow" in lines, lines
 
 
 def test_the_last_column_of_a_table_breaks_at_the_edge_of_the_terminal():

@@ -20,7 +20,7 @@ from titanlite.registry import Rule, ones, register_model
 def rules(model):
     return [*SPEC.rules(model), Rule("layers.*.scale", ones, "norm")]
 
-register_model(replace(SPEC, name="bare", rules=rules))
+register_model(replace(SPEC, name="bare", rules=rules, hf=None))
 """
 ALL, ATTENTION = ["*"], ["layers.*.attention*"]
 
