@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {
-    "README.md": "index.md",
-    **{
-        page: page
-        for page in (
-            "CONTRIBUTING.md",
-            "AGENTS.md",
-            "CHANGELOG.md",
-            "SECURITY.md",
-            "benchmarks/parity.md",
-        )
-    },
-}
+_MORE = "CONTRIBUTING.md AGENTS.md CHANGELOG.md SECURITY.md benchmarks/parity.md".split()
+PAGES = {"README.md": "index.md"} | {page: page for page in _MORE}
 """Files of the repository by their name in the site; docs/ is its root."""
 
 

@@ -94,7 +94,9 @@ class CheckpointFolder:
         dist.barrier(self.group)
 
     def archive_steps_after(self, step: int) -> None:
-        """On rank 0, move later checkpoints, damaged or from before a rewind, out of the folder."""
+        """On rank 0, let `latest` name this step, and move later checkpoints, damaged or from
+        before a rewind, out of the folder.
+        """
         commit.point_latest(self.root, step)  # a killed run may have left it behind
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,7 +110,7 @@ def _verify(
         manifest = read_manifest(folder)
         contents = manifest.files if full else [STATE, CONFIG, ENVIRONMENT]
         share = slice(dist.get_rank(group), None, dist.get_world_size(group))
-        problems = faults(folder, manifest, contents, not weights_only, share)
+        problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     problems = sorted({problem for part in gather_objects(problems, group) for problem in part})

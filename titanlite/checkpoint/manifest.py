@@ -8,7 +8,7 @@ unpickled: where tensors are is in the manifest, which is JSON with a checksum o
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,11 +165,11 @@ def faults(
     manifest: Manifest,
     contents: Iterable[str] = (),
     resumable: bool = False,
-    share: slice = slice(None),
+    select: Callable[..., Any] = iter,
 ) -> list[str]:
-    """Return the faults of a committed folder, naming each file: extra files, and of a share of
-    its own missing ones, wrong sizes, and for the files in `contents` wrong checksums; if
-    `resumable`, also that it has no more than weights.
+    """Return the faults of a committed folder, naming each file: extra files, and of those of its
+    own files that `select` yields missing ones, wrong sizes, and for the files in `contents` wrong
+    checksums; if `resumable`, also that it has no more than weights.
     """
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]
@@ -178,7 +178,7 @@ def faults(
         problems.append(f"{folder / name}: not part of the checkpoint")
     # By size, so that shares of every Nth have about as many bytes each.
     files = sorted(manifest.files.items(), key=lambda item: (item[1].size, item[0]))
-    for name, file in files[share]:
+    for name, file in select(files):
         if name not in present:
             problems.append(f"{folder / name}: missing")
         elif (size := store.size(present[name])) != file.size:
@@ -221,10 +221,10 @@ def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int, known: set[
     Those that are found complete join the `known` ones, whose files are not looked at again: they
     are as many as ranks.
     """
-    present = committed(root)
+    present = {*committed(root)}
     known |= {
-        step for step in {*present} - known if is_complete(step_folder(root, step), resumable=True)
+        step for step in present - known if is_complete(step_folder(root, step), resumable=True)
     }
-    complete = [step for step in present if step in known]
+    complete = sorted(present & known)
     old = complete[:-keep_latest_k] if keep_latest_k else []
     return [step for step in old if not keep_every or step % keep_every]

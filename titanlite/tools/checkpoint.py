@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from titanlite.checkpoint import transfer
@@ -100,21 +100,17 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, if it can be read, and the faults of the folder."""
     try:
         manifest = read_manifest(folder)
-        problems = faults(folder, manifest, DOCUMENTS)
-        for name, file in _track(manifest) if full else ():
-            path = folder / name
-            if name in DOCUMENTS or not store.exists(path) or store.size(path) != file.size:
-                continue
-            if store.crc32(path) != file.crc32:
-                problems.append(f"{path}: checksum mismatch")
-        return manifest, sorted(problems)
+        if full:
+            return manifest, faults(folder, manifest, manifest.files, select=_track)
+        return manifest, faults(folder, manifest, DOCUMENTS)
     except (UserError, OSError) as error:
         return None, [str(error)]
 
 
-def _track(manifest: Manifest) -> Iterator[tuple[str, File]]:
-    """Yield the files of a checkpoint, and show how many of their bytes are done."""
-    return track(manifest.files.items(), manifest.size, "bytes", lambda item: item[1].size)
+def _track(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:
+    """Yield files of a checkpoint, and show how many of their bytes are done."""
+    total = sum(file.size for _, file in files)
+    return track(files, total, "bytes", lambda item: item[1].size)
 
 
 def _show(arguments: Namespace) -> int:
@@ -235,7 +231,7 @@ def _cp(arguments: Namespace) -> int:
     target = step_folder(root, manifest.step)
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists; name another folder")
-    files = _track(manifest)
+    files = _track(manifest.files.items())
     if is_remote(root):
         transfer.begin(source, target)
         transfer.copy_files(source, target, files)

@@ -54,8 +54,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     steps = None if settings.steps == -1 else settings.steps
     batches: Any = build_loader(data, everything, 0, steps, job.config.training.dataloader)
     if data.samples is not None:  # of a stream the length is not known
-        whole = -(-data.samples // settings.local_batch_size)
-        batches = track(batches, min(whole, steps or whole), "batches")
+        batches = track(batches, batches.batch_sampler.steps, "batches")
     loader: Any = Counted(batches, tokenizer)
     print_notice(f"{folder} on {settings.dataset} {settings.dataset_path}".rstrip())
     loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
