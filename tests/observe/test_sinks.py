@@ -7,6 +7,7 @@ import re
 import resource
 import struct
 import sys
+import time
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,16 +64,31 @@ def tensorboard(folder: Path) -> Points:
 
 
 def wandb_records(folder: Path, run: str = "offline-run-*") -> list[Any]:
-    """Read what W&B wrote offline: protobuf records in LevelDB's log format of 32 KiB blocks."""
+    """Return what W&B wrote offline, to the record of the run's end: a process of its own writes
+    on when the run has ended.
+    """
+    (path,) = folder.glob(f"wandb/{run}/*.wandb")
+    deadline = time.monotonic() + 60
+    while True:
+        records = _whole_records(path)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{path} has no end"
+        time.sleep(0.1)
+
+
+def _whole_records(path: Path) -> list[Any]:
+    """Read protobuf records in LevelDB's log format of 32 KiB blocks."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob(f"wandb/{run}/*.wandb")
     data, position, payload, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if position % 32768 > 32768 - 7:  # no room for a header: the rest of the block is padding
             position += -position % 32768
             continue
         size, kind = struct.unpack("<4xHB", data[position : position + 7])
+        if position + 7 + size > len(data):  # not written to its end yet
+            break
         payload += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # a full record, or its last part
