@@ -179,14 +179,14 @@ class Node:
         for key in self._old_keys[-KEYS_A_POLL:]:
             self._store.delete_key(key)
         del self._old_keys[-KEYS_A_POLL:]
-        self._keep_beats()
+        if time.monotonic() - self._kept_at >= BEAT_SECONDS:
+            self._keep_beats()
 
     def _keep_beats(self) -> None:
         """Write the places of all ranks on node 0, for other processes."""
-        now = time.monotonic()
-        if self.rank > 0 or now - self._kept_at < BEAT_SECONDS:
+        self._kept_at = time.monotonic()
+        if self.rank > 0:
             return
-        self._kept_at = now
         beats = {}
         for status in self._board.statuses.values():
             beats |= status.beats
