@@ -84,6 +84,7 @@ RING_1_MAY_IMPORT = {
         """,
     "windows are cut from any source": """
         data.fingerprint data.mixture data.packing_plan data.sources data.stream data.tokenizer
+        data.trained
         """,
     "the mesh splits ranks into groups": "parallel.groups",
     "words that all files use": """

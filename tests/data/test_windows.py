@@ -17,12 +17,12 @@ from titanlite.data.packing import (
     IGNORED,
     Concatenated,
     Packed,
-    WindowSource,
 )
 from titanlite.data.packing_plan import cut_documents, first_fit
 from titanlite.data.shards import ShardSource
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
+from titanlite.data.trained import WindowSource
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import UserError
 from titanlite.runtime import store

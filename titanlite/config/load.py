@@ -195,6 +195,9 @@ def load(line: CommandLine) -> Loaded:
                 )
                 continue
             _flatten(read_toml(path), "", name, tree)
+            for key, entry in tree.items():  # the files that ship with a config lie beside it
+                if path.parent == SHIPPED and str(entry.value).startswith(f"{SHIPPED.name}/"):
+                    tree[key] = Entry(str(SHIPPED.parent / entry.value), entry.origin)
         except (UserError, OSError) as error:
             faults.append(ConfigFault(name, str(error)))
     _flatten(line.overrides, "", "command line", tree)

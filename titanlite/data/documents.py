@@ -12,7 +12,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -179,8 +179,16 @@ def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
             yield Piece(name, start, stop, stop - start, start + step >= size, key)
 
 
-def segments(root: Path, piece: Piece) -> Iterator[Segment]:
-    """Yield the documents of a piece."""
+def plain_text(value: Any) -> list[str]:
+    """Return the text of a document, which is the value of its field."""
+    value.encode()
+    return [value]
+
+
+def segments(
+    root: Path, piece: Piece, texts: Callable[[Any], Iterable[str]] = plain_text
+) -> Iterator[Segment]:
+    """Yield the documents of a piece: `texts` returns those in the value of a field."""
     path, key = root / piece.name, piece.text_key
     if path.suffix == ".parquet":
         table = _open_parquet(path)
@@ -198,13 +206,16 @@ def segments(root: Path, piece: Piece) -> Iterator[Segment]:
                 for number, line in enumerate(file, 1):
                     if not line.isspace():
                         where = partial("{}: line {}".format, path, number)
-                        yield Segment(_json_text(where, line, key), True)
+                        for text in _json_texts(where, line, key, texts):
+                            yield Segment(text, True)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     elif path.suffix == ".jsonl":
         for offset, line in _lines(path, piece):
             if not line.isspace():
-                yield Segment(_json_text(partial(_line_at, path, offset), line, key), True)
+                where = partial(_line_at, path, offset)
+                for text in _json_texts(where, line, key, texts):
+                    yield Segment(text, True)
     else:
         lines: list[bytes] = []
         size = 0
@@ -232,24 +243,27 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
             yield offset, line
 
 
-def _json_text(source: Callable[[], str], line: bytes, key: str) -> str:
-    """Return the text of a line of JSON.
+def _json_texts(
+    source: Callable[[], str], line: bytes, key: str, texts: Callable[[Any], Iterable[str]]
+) -> Iterable[str]:
+    """Return the texts of a line of JSON.
 
     `source` returns the file and line to name in an error.
     """
-    text: Any = None
+    value: Any = None
     try:
-        text = json.loads(line)[key]
-        text.encode()
-        return text
+        value = json.loads(line)[key]
+        return texts(value)
+    except UserError as error:
+        reason = str(error)
     except UnicodeEncodeError as error:
-        half = text[error.start].encode("ascii", "backslashreplace").decode()
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
         reason = (
             f'"{key}" has {half}, half of a surrogate pair, which is not a character; '
             "replace it, e.g. with \\ufffd"
         )
     except AttributeError:
-        reason = f'"{key}" is {json.dumps(text)[:40]}, not a string'
+        reason = f'"{key}" is {json.dumps(value)[:40]}, not a string'
     except KeyError:
         reason = f'no "{key}" in it'
     except (ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.packing_plan import open_plan
-from titanlite.data.sources import Source
+from titanlite.data.sources import Source, require_ends
 from titanlite.errors import UserError
 
 TOKENS, LABELS, DOCUMENTS, POSITIONS = range(4)
@@ -72,9 +72,6 @@ class Packed:
             out[POSITIONS] = _positions(out[DOCUMENTS])
 
 
-WindowSource = Concatenated | Packed
-
-
 def blank(out: np.ndarray) -> None:
     """Fill a window with padding."""
     out[:] = 0
@@ -101,15 +98,6 @@ def fill(out: np.ndarray, ids: np.ndarray, find_ended: Callable[[np.ndarray], np
     # After an end, the next token belongs to a document that this one cannot see.
     labels = np.where(ended, IGNORED, labels.astype(np.int64))
     out[:, :length] = tokens, labels, documents, _positions(documents)
-
-
-def require_ends(source: Source, key: str) -> None:
-    """Raise a UserError if the source does not mark where documents end."""
-    if source.end < 0 and not source.has_index:
-        raise UserError(
-            f"{key}: these shards do not mark document ends, which document_mask and first-fit "
-            "need; name their tokenizer in model.hf_assets_path"
-        )
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:

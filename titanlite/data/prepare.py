@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -38,6 +38,8 @@ UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 16 << 20, 4 << 30, 1024
 start.
 """
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
+Load = Callable[[str], Tokenizer]
+"""Makes a tokenizer of a folder."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ def prepare(
     workers: int,
     progress: Progress = lambda done, total: None,
     log: Callable[[str], None] = lambda message: None,
+    load: Load = load_tokenizer,
 ) -> dict[str, Any]:
     """Write the sources' tokens as shards into the folder `out` and return its manifest.
 
-    `assets` is the tokenizer's folder, "" for bytes.
+    `assets` is the tokenizer's folder, "" for bytes, and `load` makes the tokenizer of it.
     """
-    tokenizer = load_tokenizer(assets)
+    tokenizer = load(assets)
     fingerprint = "-".join(
         documents.fingerprint(tokenizer.fingerprint) for documents in sources.values()
     )
@@ -92,7 +95,7 @@ def prepare(
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in todo)
     progress(done, total)
-    for unit in _write_all(todo, staging, assets, workers):
+    for unit in _write_all(todo, staging, tokenizer, load, workers):
         done += unit.size
         progress(done, total)
     manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
@@ -166,10 +169,11 @@ def _shard_path(staging: Path, unit: Unit) -> Path:
     return staging / f"shard-{unit.number:06}.bin"
 
 
-def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> Iterator[Unit]:
+def _write_all(
+    units: list[Unit], staging: Path, tokenizer: Tokenizer, load: Load, workers: int
+) -> Iterator[Unit]:
     """Write the units' shards and yield each unit when its shard is finished."""
     if workers == 1 or len(units) <= 1:
-        tokenizer = load_tokenizer(assets)
         for unit in units:
             _write(unit, staging, tokenizer)
             yield unit
@@ -177,7 +181,8 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(workers, len(units)), context, exit_with_parent)
     try:
-        futures = {pool.submit(_write_in_worker, unit, staging, assets): unit for unit in units}
+        work = partial(_write_in_worker, staging, load, tokenizer.assets)
+        futures = {pool.submit(work, unit): unit for unit in units}
         for future in as_completed(futures):
             future.result()
             yield futures[future]
@@ -189,13 +194,15 @@ def _write_all(units: list[Unit], staging: Path, assets: str, workers: int) -> I
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-_load_tokenizer_once = cache(load_tokenizer)
+@cache
+def _load_once(load: Load, assets: str) -> Tokenizer:
+    return load(assets)
 
 
-def _write_in_worker(unit: Unit, staging: Path, assets: str) -> None:
+def _write_in_worker(staging: Path, load: Load, assets: str, unit: Unit) -> None:
     # A worker has one core: the tokenizer's own threads would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _write(unit, staging, _load_tokenizer_once(assets))
+    _write(unit, staging, _load_once(load, assets))
 
 
 def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
@@ -207,14 +214,15 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
     tokens = crc32 = 0
     with store.whole_file(path, draft) as out:
         out.write(bytes(HEADER_BYTES))
-        text = (segment for piece in unit.pieces for segment in segments(unit.root, piece))
+        read = partial(segments, unit.root, texts=tokenizer.texts)
+        text = itertools.chain.from_iterable(map(read, unit.pieces))
         for batch in _groups(text, SEGMENT_BYTES, lambda segment: len(segment.text)):
             for segment, ids in zip(
                 batch, tokenizer.encode_batch([s.text for s in batch]), strict=True
             ):
-                content = np.asarray(
-                    [*ids, tokenizer.end] if segment.ends else ids, dtype=dtype
-                ).tobytes()
+                if segment.ends and tokenizer.end >= 0:
+                    ids = [*ids, tokenizer.end]
+                content = np.asarray(ids, dtype=dtype).tobytes()
                 out.write(content)
                 crc32 = zlib.crc32(content, crc32)
                 tokens += len(content) // dtype.itemsize
@@ -264,7 +272,12 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
     store.publish(staging, out)  # an empty folder of that name is replaced
 
 
-def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> Path:
+def prepare_in_cache(
+    name: str,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    load: Load = load_tokenizer,
+) -> Path:
     """Prepare a data set next to its text, if that was not done, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
 
@@ -273,7 +286,7 @@ def prepare_in_cache(name: str, documents: Documents, tokenizer: Tokenizer) -> P
         OWN_PAGE.enter("tokenization")
 
     with _locked_cache(documents.root, key) as folder, phase("tokenization"):
-        prepare({name: documents}, tokenizer.assets, folder, workers=cores(), progress=move)
+        prepare({name: documents}, tokenizer.assets, folder, cores(), move, load=load)
     return folder
 
 

@@ -156,7 +156,8 @@ class ShardSource:
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
         # Documents end where it says, with or without an end token.
-        self.has_index = any(shard.index for shard in self._shards)
+        is_chat = self.manifest is not None and self.end < 0
+        self.has_index = is_chat or any(shard.index for shard in self._shards)
         # Of the text that was prepared.
         self.state: str = self.manifest["state"] if self.manifest else ""
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.needs import STREAMS
+from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
 from titanlite.data.shards import ShardSource, ended, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
 
-NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", *STREAMS)
+NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", "chat", *STREAMS)
 
 
 def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Documents | None:
@@ -29,7 +30,9 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
     """
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
-    if name == "text":
+    if name in ("text", "chat"):
+        if name == "chat" and text_key == "text":
+            text_key = "messages"
         return replace(text_files(f"{key}.dataset_path", path, path), text_key=text_key)
     if name == "tokens":
         return None
@@ -53,6 +56,10 @@ def open_source(
         check_tokenizer(key, source.folder, tokenizer)
         return source
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
+    if name == "chat":
+        chats = ChatTokenizer(tokenizer.assets)
+        folder = prepare_in_cache(name, documents, chats, ChatTokenizer)
+        return ShardSource(key, folder, chats.vocab_size, chats.end)
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
     return ShardSource(key, prepare_in_cache(name, documents, tokenizer), vocab_size, tokenizer.end)
@@ -112,4 +119,13 @@ class ByteSource:
 
 
 Source = ShardSource | ByteSource
-"""A stream of token ids, with an end token after each document."""
+"""A stream of token ids, with an end token after each document or an index of their ends."""
+
+
+def require_ends(source: Source, key: str) -> None:
+    """Raise a UserError if the source does not mark where documents end."""
+    if source.end < 0 and not source.has_index:
+        raise UserError(
+            f"{key}: these shards do not mark document ends, which document_mask and first-fit "
+            "need; name their tokenizer in model.hf_assets_path"
+        )

@@ -12,6 +12,7 @@ import numpy as np
 from titanlite.config.job import Job
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.schema import JobConfig
+from titanlite.data.documents import plain_text
 from titanlite.data.shards import read_manifest
 from titanlite.errors import UserError
 
@@ -26,6 +27,7 @@ class ByteTokenizer:
     end = 0  # the id of the end-of-text token, which follows each document
     fingerprint = "bytes"
     assets = ""  # the folder it was loaded from, if any
+    texts = staticmethod(plain_text)  # of a field's value
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -41,6 +43,8 @@ class ByteTokenizer:
 
 class JsonTokenizer:
     """A tokenizer.json, run by the tokenizers library."""
+
+    texts = staticmethod(plain_text)
 
     def __init__(self, folder: Path, origin: str = "model.hf_assets_path") -> None:
         from tokenizers import Tokenizer as Backend
@@ -64,7 +68,7 @@ class JsonTokenizer:
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         self._backend.no_truncation()  # a file may request both, and would cut every document
         self._backend.no_padding()
-        settings = _settings(folder)
+        self.settings = settings = _settings(folder)
         if added := self._add_tokens(folder, settings.get("added_tokens_decoder", {})):
             content += json.dumps(added).encode()
         self.assets = str(folder)

@@ -10,12 +10,13 @@ from titanlite.config.needs import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.mixture import Mixture
-from titanlite.data.packing import Concatenated, Packed, WindowSource, blank
+from titanlite.data.packing import Concatenated, Packed, blank
 from titanlite.data.packing_plan import PART_TOKENS
 from titanlite.data.shuffle import Order
 from titanlite.data.sources import open_source
 from titanlite.data.stream import Stream, open_stream
 from titanlite.data.tokenizer import Tokenizer, require_tokenizer
+from titanlite.data.trained import Trained, WindowSource
 
 
 class Windows(Dataset[np.ndarray]):
@@ -113,6 +114,8 @@ def _open(
             windows.append(Packed(source, seq_len, key))
         else:
             windows.append(Concatenated(source, seq_len, masked, key))
+        if part.dataset == "chat":
+            windows[-1] = Trained(windows[-1])
         name, _, content = source.fingerprint.partition("+")
         identity.append(f"{name} {part.weight}")
         if training.packing == "first-fit" and source.tokens > PART_TOKENS:

@@ -93,7 +93,7 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
     checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
     for section, part in _datasets(config):
         if is_streamed(part.dataset) or (
-            part.dataset in ("text", "tokens") and not part.dataset_path
+            part.dataset in ("text", "tokens", "chat") and not part.dataset_path
         ):
             continue
         text_key = config.training.text_key
@@ -125,9 +125,10 @@ def _require_path(section: str, path: str) -> None:
 
 
 def _open_dataset(
-    key: str, name: str, path: str, vocab_size: int, tokenizer: Tokenizer | None
+    key: str, name: str, path: str, text_key: str, vocab_size: int, tokenizer: Tokenizer | None
 ) -> str:
-    """Open a data set without preparing it; return a notice about its files, if any."""
+    """Open a data set, and prepare only chats; return a notice about it, if any."""
+    from titanlite.data.chat import ChatTokenizer
     from titanlite.data.shards import ShardSource
     from titanlite.data.sources import find_documents, open_source
     from titanlite.data.stream import open_stream
@@ -135,9 +136,13 @@ def _open_dataset(
     if is_streamed(name):
         open_stream(key, name, path)
         return ""
-    documents = find_documents(key, name, path)
+    documents = find_documents(key, name, path, text_key)
     if documents:
-        return documents.notice
+        if name != "chat" or not tokenizer:
+            return documents.notice
+        how = ChatTokenizer(tokenizer.assets).describe()
+        open_source(key, name, path, tokenizer, vocab_size, text_key)  # reads every chat
+        return "; ".join(filter(None, (how, documents.notice)))
     source = open_source(key, name, path, tokenizer, vocab_size)
     assert isinstance(source, ShardSource)
     source.require_whole()
@@ -155,9 +160,8 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
-        if notice := check(
-            _open_dataset, section, name, dataset.dataset_path, job.shape.vocab_size, tokenizer
-        ):
+        place = section, name, dataset.dataset_path, config.training.text_key
+        if notice := check(_open_dataset, *place, job.shape.vocab_size, tokenizer):
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')

@@ -1,17 +1,26 @@
-"""`titanlite data`: tokenize text into shards, and inspect what a folder of shards holds."""
+"""`titanlite data`: tokenize text into shards, and show any data set as the model sees it."""
 
+import os
 import shlex
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from titanlite.config.job import job_from
+from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.data.documents import SUFFIXES, text_files
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import ShardSource, read_manifest
-from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, printable
-from titanlite.errors import UserError, format_table, print_notice
+from titanlite.data.shards import read_manifest
+from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
+from titanlite.errors import format_table, print_notice
 from titanlite.observe.progress import progress_bar
 from titanlite.runtime.cluster import cores
 from titanlite.tools.exclusive import writing
@@ -27,17 +36,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     }
     about = "tokenize text into shards; a stopped run continues where it stopped"
     example = "prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
-    shown = "print the counts, the share of each source, and a few decoded windows"
-    folder: Options = {"FOLDER": ("made by `titanlite data prepare`", Path)}
+    shown = "print windows of a data set as the model sees them, with what is trained in color"
+    windows: Options = {
+        "FILE": ("a data set's file or folder, or a config (.toml) that names one", Path),
+        "--n N": ("windows (default: 2)", positive_int, 2),
+        "--first N": ("the first one's number in the order of a run (default: 0)", int, 0),
+        "--ids": "print the ids of the tokens too",
+    }
     commands = {
         "prepare": (_prepare, about, example, making),
-        "show": (_show, shown, "show shards", folder),
+        "show": (_show, shown, "show chats.jsonl --model.hf_assets_path folder", windows),
     }
-    declare_commands(parser, commands, title="commands")
+    parsers = declare_commands(parser, commands, title="commands")
+    parsers["show"].set_defaults(takes_overrides=True)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run `prepare` or `show`."""
+    arguments.overrides = overrides
     return arguments.run(arguments)
 
 
@@ -70,25 +86,62 @@ def counts_line(manifest: dict[str, Any]) -> str:
 
 
 def _show(arguments: Namespace) -> int:
-    folder = arguments.folder
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise UserError(
-            f"{folder} was not made by `titanlite data prepare`: it has no manifest.json"
-        )
-    tokenizer: Tokenizer = (
-        load_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else ByteTokenizer()
-    )
-    total, vocab_size = manifest["tokens"], manifest["vocab_size"]
-    source = ShardSource("data show", folder, vocab_size, manifest["end"])
+    from titanlite.data.loader import build_loader
+    from titanlite.data.shuffle import RankSlice
+    from titanlite.data.windows import training_data
+
+    path = arguments.file
+    is_config = path.suffix == ".toml"
+    named = ["--config", str(path)] if is_config else _options(path)
+    line = parse_command_line([*named, *arguments.overrides], {})
+    job = job_from(line, world=None, training=True)
+    config, size = job.config, job.shape.vocab_size
+    tokenizer = tokenizer_of(config, size if is_config else _LARGEST)
+    if not is_config:
+        size = tokenizer.vocab_size if tokenizer else _LARGEST
+    job = replace(job, shape=replace(job.shape, vocab_size=size))
+    if manifest := read_manifest(Path(config.training.dataset_path)):
+        _describe(manifest)
+    data = training_data(job, tokenizer, config.debug.seed or 0)
+    everything = RankSlice(0, 1, arguments.n)
+    (batch,) = build_loader(data, everything, arguments.first, 1, config.training.dataloader)
+    for number, window in enumerate(batch, arguments.first):
+        print(f"\nwindow {number:,}: {(window[1] >= 0).sum():,} of {len(window[0]):,} trained")
+        for ids, trained in _documents(window):
+            print("-" * 20)
+            if tokenizer:
+                print(_marked(ids, trained, lambda run: printable(tokenizer.decode(run))))
+            if arguments.ids or not tokenizer:
+                print(_marked(ids, trained, lambda run: f" {' '.join(map(str, run))} "))
+    return 0
+
+
+_LARGEST = 1 << 16
+"""Ids of a file that comes without a tokenizer."""
+
+
+def _options(path: Path) -> list[str]:
+    """Return the options of a config for a data set's file or folder."""
+    kind, masked = "text", ["--training.document_mask"]
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix in (".bin", ".npy") for file in files):
+        kind, masked = "tokens", masked if read_manifest(path) else []
+    elif path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as file:
+            kind = "chat" if b'"messages"' in file.readline() else kind
+    return [f"--training.dataset={kind}", f"--training.dataset_path={path}", *masked]
+
+
+def _describe(manifest: dict[str, Any]) -> None:
+    """Print the counts of prepared shards, and the share of each source."""
     print(counts_line(manifest))
     print(
-        f"vocabulary {vocab_size:,}, tokenizer {manifest['tokenizer']}, "
-        f"fingerprint {source.fingerprint}"
+        f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, "
+        f"fingerprint {manifest['fingerprint']}"
     )
     rows = [
         (
-            f"{part['tokens'] / total:.1%}",
+            f"{part['tokens'] / manifest['tokens']:.1%}",
             f"{part['tokens']:,} tokens",
             f"{part['documents']:,} documents",
             name,
@@ -96,8 +149,30 @@ def _show(arguments: Namespace) -> int:
         for name, part in manifest["sources"].items()
     ]
     print(format_table(rows, align=">>>", indent=2))
-    for tenth in (1, 5, 9):
-        start = source.tokens * tenth // 10
-        text = tokenizer.decode(source.read(start, min(64, source.tokens - start)).tolist())
-        print(f"\nfrom token {start:,}:\n    " + "\n    ".join(printable(text).splitlines()))
-    return 0
+
+
+def _documents(window: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the ids of each document in a window, and which are trained.
+
+    The last label is no input of this window, and is shown too.
+    """
+    tokens, labels, *masks = window
+    number = masks[0] if masks else np.zeros_like(tokens)
+    changes = (number[1:] != number[:-1]) | ((labels >= 0)[:-1] & (labels[:-1] != tokens[1:]))
+    found = []
+    for part in np.split(np.arange(len(tokens)), np.flatnonzero(changes) + 1):
+        ids = np.append(tokens[part], labels[part[-1]])
+        trained = np.append(False, labels[part] >= 0)
+        if number[part[0]] >= 0:  # no padding
+            found.append((ids[ids >= 0], trained[ids >= 0]))
+    return found
+
+
+def _marked(ids: np.ndarray, trained: np.ndarray, write: Callable[[list[int]], str]) -> str:
+    """Return what `write` makes of the tokens, with what is trained in color or in brackets."""
+    begin, end = "⟦⟧"
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        begin, end = "\033[32m", "\033[0m"
+    pairs = zip(trained.tolist(), ids.tolist(), strict=True)
+    runs = [(shown, write([i for _, i in run])) for shown, run in groupby(pairs, lambda p: p[0])]
+    return "".join(f"{begin}{text}{end}" if shown else text for shown, text in runs)

@@ -1,0 +1,196 @@
+"""Turn chats into token ids by the tokenizer's own template, and say which the assistant wrote.
+
+A template is a stranger's program: jinja2's sandbox runs it, without a clock. What the assistant
+says is found by the template's own marks, {% generation %}, or else is what a turn adds to the chat
+before it. Where later turns change an earlier one, every turn is a sample.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titanlite.data.fingerprint import fingerprint
+from titanlite.data.tokenizer import JsonTokenizer
+from titanlite.errors import UserError, first_line
+
+READ_ONLY = 1 << 31
+"""Added to the id of a token that is read and not predicted."""
+BEGIN, END = "\udc00", "\udc01"
+"""Around what is trained: halves of surrogate pairs, which no text has."""
+
+
+class Generation(Extension):
+    """The tag {% generation %}: put its body between marks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return BEGIN + caller() + END
+
+
+class ChatTokenizer(JsonTokenizer):
+    """A tokenizer of chats; its texts have marks around what is trained."""
+
+    def __init__(self, assets: str) -> None:
+        if not assets:
+            why = "chats need a tokenizer with a chat template: a folder in model.hf_assets_path"
+            raise UserError(why)
+        super().__init__(Path(assets))
+        self.end = -1  # a chat ends without a token of its own
+        self.vocab_size += READ_ONLY
+        self._backend.post_processor = None  # the template writes all special tokens
+        source = _find_template(Path(assets), self.settings)
+        self._template = _compile(source)
+        self._has_date = "strftime_now" in source
+        self._special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in self.settings.items()
+            if name.endswith("_token")
+        }
+        self.fingerprint = fingerprint(f"{self.fingerprint} {self._special} {source}")
+
+    def describe(self) -> str:
+        """Say how what is trained is found, and what the template lacks; a short chat shows it."""
+        contents = ("number one", "number two", "number three", "number four")
+        pairs = zip(("user", "assistant") * 2, contents, strict=True)
+        chat = [{"role": role, "content": content} for role, content in pairs]
+        *earlier, last = self.texts(chat)
+        if earlier:
+            how = "a sample a turn, since later turns change earlier ones"
+        elif BEGIN in self._render(chat):
+            how = "by the template's marks"
+        else:
+            how = "as what a turn adds (a sample a turn where a later one changes it)"
+        tail = last.rpartition(contents[-1])[2].partition(END)[0]
+        special = self._backend.get_added_tokens_decoder().values()
+        if not any(token.content in tail for token in special):
+            how += "; the template ends no turn, so the model will not learn to stop"
+        prompt, _ = _spans(self._render(chat[:-1], prompts=True))
+        text, _ = _spans(last)
+        if lost := prompt[len(commonprefix([prompt, text])) :]:
+            how += f"; its prompt for an answer ends in {lost!r}, which no sample has"
+        if self._has_date:
+            how += "; its date is not today's, but the one that it has for a world without a clock"
+        return f"chats are trained on what the assistant says, found {how}"
+
+    def texts(self, value: Any) -> list[str]:
+        """Return the samples of a chat."""
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        turns = _assistant_turns(value)
+        try:
+            samples = self._samples(value, turns)
+        except Exception as error:  # a template raises any
+            why = first_line(error)
+            if "strftime_now" in why:
+                why += ": today's date would make other data every day; write a date instead"
+            raise UserError(f"the chat template fails: {why}") from None
+        text, _ = _spans(samples[-1])
+        for message in value[: turns[-1] + 1]:
+            content = message.get("content") or ""
+            # Of earlier turns, templates may leave out the thoughts.
+            if content.rpartition("</think>")[2].strip() not in text:
+                raise UserError(f"the chat template loses the message {content[:40]!r}")
+        return samples
+
+    def encode_batch(self, texts: list[str]) -> Iterator[Any]:
+        """Yield the ids of each text; a token is trained if one of its characters is."""
+        plain, spans = zip(*map(_spans, texts), strict=True)
+        encodings = self._backend.encode_batch(plain, add_special_tokens=False)
+        for encoding, trained in zip(encodings, spans, strict=True):
+            begins, stops = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            ids = np.asarray(encoding.ids, dtype=np.int64) + READ_ONLY
+            for begin, stop in trained:
+                ids[(begins < stop) & (stops > begin)] %= READ_ONLY
+            yield ids
+
+    def _render(self, messages: list[Any], prompts: bool = False) -> str:
+        given = {"messages": messages, "add_generation_prompt": prompts, **self._special}
+        return self._template.render(tools=None, documents=None, **given)
+
+    def _samples(self, messages: list[Any], turns: list[int]) -> list[str]:
+        whole = self._render(messages)
+        if BEGIN in whole:
+            return [whole]
+        found = []
+        for turn in turns:
+            before = self._render(messages[:turn], prompts=True)
+            text = self._render(messages[: turn + 1])
+            found.append((text, len(commonprefix([before, text]))))
+        if not all(whole.startswith(text) for text, _ in found):
+            return [_mark(text, begin, len(text)) for text, begin in found]
+        for text, begin in reversed(found):
+            whole = _mark(whole, begin, len(text))
+        return [whole]
+
+
+def _mark(text: str, begin: int, stop: int) -> str:
+    return text[:begin] + BEGIN + text[begin:stop] + END + text[stop:]
+
+
+def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without its marks, and where they were."""
+    text, spans = "", []
+    for piece in marked.split(BEGIN):
+        trained, _, rest = piece.rpartition(END)
+        spans.append((len(text), len(text + trained)))
+        text += trained + rest
+    return text, spans
+
+
+def _assistant_turns(messages: Any) -> list[int]:
+    """Return which messages are the assistant's."""
+    is_chat = isinstance(messages, list) and all(
+        isinstance(each, dict) and (isinstance(each.get("content"), str) or "tool_calls" in each)
+        for each in messages
+    )
+    if not is_chat:
+        shown = json.dumps(messages)[:40]
+        raise UserError(f'{shown} is not a list of {{"role": …, "content": "…"}}')
+    turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not turns:
+        raise UserError("no message of the assistant, so there is nothing to train on")
+    return turns
+
+
+def _find_template(folder: Path, settings: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    if not found:
+        why = "no chat template there, in chat_template.jinja or tokenizer_config.json"
+        raise UserError(why, "model.hf_assets_path", str(folder))
+    return found
+
+
+def _compile(source: str) -> Template:
+    """Compile a template with the names that transformers gives it, but the clock."""
+
+    def fail(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    sandbox.globals["raise_exception"] = fail
+    try:
+        return sandbox.from_string(source)
+    except TemplateError as error:
+        raise UserError(f"the chat template is none: {first_line(error)}") from None
