@@ -404,7 +404,7 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
     shown = capsys.readouterr().out
     assert "401 tokens, 2 documents, 2 shards" in shown and "75.1%" in shown and "24.9%" in shown
     assert "aaaa" in shown and "\x1b" not in shown
-    assert main(["data", "show", str(tmp_path)]) == 2
+    assert main(["data", "show", str(tmp_path / "none")]) == 2
 
 
 @pytest.mark.parametrize(

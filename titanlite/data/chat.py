@@ -189,7 +189,7 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals["raise_exception"] = fail
+    sandbox.globals.update(raise_exception=fail)
     try:
         return sandbox.from_string(source)
     except TemplateError as error:
