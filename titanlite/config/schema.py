@@ -127,15 +127,12 @@ class Training(Section):
     """Data, batch size, sequence length and precision of the training."""
 
     dataset: str = "python-stdlib"
-    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens (shards), chat
-    (messages, trained on the assistant's); streamed: c4, c4_test, c4_validation, or
-    OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
+    """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
+    c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
     """Folder or file of the data set, for text, tokens and chat."""
     text_key: str = "text"
-    """Field of a line of .jsonl, or column of a table, that holds a document's text; of a chat
-    without it, messages holds them.
-    """
+    """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
     local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
     global_batch_size: Literal[-1] | BatchSize = -1

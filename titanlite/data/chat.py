@@ -185,11 +185,11 @@ def _compile(source: str) -> Template:
         raise TemplateError(message)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    sandbox = ImmutableSandboxedEnvironment(
+    sandbox: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals.update(raise_exception=fail)
+    sandbox.globals["raise_exception"] = fail
     try:
         return sandbox.from_string(source)
     except TemplateError as error:
