@@ -58,8 +58,8 @@ cores near a GPU, a warning of slow saves and a refusal of bare parameters 210, 
 first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale 4,260, which is 3,260
 above its allowance.
 the first hour, what was left: 1,650 (1,000) for trackers, plots in the terminal and progress.
-models and data that people bring: 6,224 of 3,000, for transformers' classes and formats of data
-1,500, for LoRA 2,030, for chats 2,002, for `data show` of any data 692.
+models and data that people bring: 6,226 of 3,000, for transformers' classes and formats of data
+1,500, for LoRA 2,030, for chats 2,004, for `data show` of any data 692.
 object stores: 4,970 of 5,000, for the mirror and copies; nothing is left for checkpoint.folder and
 shards by URL.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines.

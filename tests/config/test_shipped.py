@@ -15,6 +15,7 @@ MEANT_FOR = {
     "debug": Layout(dp_shard=2),
     "debug_moe": Layout(dp_shard=2, experts=True),
     "debug_pp": Layout(pp=2, dp_shard=2),
+    "sft_debug": Layout(dp_shard=2),
     "gpt2_124m": Layout(dp_shard=8),
     "llama_1b": Layout(dp_shard=8),
     "llama_8b": Layout(dp_shard=8),

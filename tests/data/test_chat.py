@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +165,16 @@ def test_the_loss_is_over_the_trained_tokens_on_every_mesh_and_after_a_resume(po
         more = LAYOUTS["1" if world == 1 else "dp2"][1]
         pool.run(run_to_end, [*each, more], str(tmp_path / "resumed"), world=world)
     assert losses(tmp_path / "resumed") == pytest.approx(found["1"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_debug_config_runs_anywhere_and_learns_its_answers(tmp_path):
+    command = [sys.executable, "-m", "titanlite", "train", "--config", "sft_debug.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "outputs")[-1] < 0.1 < 3 < losses(tmp_path / "outputs")[0]
+    assert "assistant\n    Paris." in done.stdout
+    assert "found by the template's marks" in done.stdout + done.stderr
 
 
 def test_a_template_can_run_no_code(tmp_path):
