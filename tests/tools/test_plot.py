@@ -14,7 +14,7 @@ from titanlite.cli import main
 from titanlite.observe.metrics import JsonLines, StepRecord
 
 pytest.importorskip("matplotlib")
-from titanlite.tools.plot import draw, read_run, smooth  # noqa: E402
+from titanlite.tools.plot import draw, draw_by, read_run, smooth  # noqa: E402
 
 
 def record(step, loss, **changed):
@@ -230,3 +230,50 @@ def test_torch_is_not_imported(tmp_path):
         [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True
     )
     assert done.stdout.endswith("False\n")
+
+
+def swept(folder: Path, *ends: tuple[float, float]) -> list[str]:
+    """Make the folders of runs of 3 steps, each with a learning rate and a last loss."""
+    runs = []
+    for number, (rate, loss) in enumerate(ends):
+        steps = 2 if number == 0 else 3  # the first one is not finished
+        run = write(folder / f"run{number}", [record(s, loss) for s in range(1, steps + 1)])
+        text = f"[optimizer]\nname = 'AdamW'\nlr = {rate}\n[training]\nsteps = 3\n"
+        (run / "config.toml").write_text(text)
+        runs.append(str(run))
+    return runs
+
+
+def test_by_a_key_the_last_losses_lie_over_its_values(tmp_path, capsys):
+    runs = swept(tmp_path, (0.1, 2.0), (0.001, 5.0), (0.1, 3.0), (9.0, math.nan))
+    assert main(["plot", *runs, "--by", "optimizer.lr", "--text"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [
+        ["0.001", "5.00000", "3"],
+        ["0.1", "2.00000", "2"],
+        ["0.1", "3.00000", "3"],
+        ["9.0", "nan", "3"],
+    ]
+    figure, _ = draw_by([read_run(Path(run)) for run in runs], "optimizer.lr")
+    (axes,) = figure.axes
+    mean, finished, hollow, lost = (line.get_xydata().tolist() for line in axes.get_lines())
+    assert mean[:2] == [[0.001, 5.0], [0.1, 2.5]]
+    assert finished[:2] == [[0.001, 5.0], [0.1, 3.0]]
+    assert hollow == [[0.1, 2.0]] and [x for x, _ in lost] == [9.0]
+    (band,) = axes.collections
+    assert {(0.1, 2.0), (0.1, 3.0)} <= {(x, y) for x, y in band.get_paths()[0].vertices.tolist()}
+    assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
+    assert main(["plot", *runs, "--by", "optimizer.lr", "--out", str(tmp_path / "by.html")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("optimizer.lrr", "run0/config.toml; did you mean optimizer.lr?"),
+        ("optimizer.name", "it is AdamW in all of these runs"),
+        ("seed", "no such key in"),
+    ],
+)
+def test_a_key_that_tells_no_run_from_another_is_one_line(tmp_path, capsys, key, line):
+    assert main(["plot", *swept(tmp_path, (0.1, 2.0), (0.2, 3.0)), "--by", key]) == 2
+    assert line in " ".join(capsys.readouterr().err.split())

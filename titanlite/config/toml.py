@@ -108,7 +108,7 @@ def toml_differences(old: str, new: str) -> dict[str, str]:
     def show(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
 
-    before, after = _flatten(tomllib.loads(old)), _flatten(tomllib.loads(new))
+    before, after = flatten(tomllib.loads(old)), flatten(tomllib.loads(new))
     return {
         key: f"{show(before, key)} -> {show(after, key)}"
         for key in sorted(before.keys() | after.keys())
@@ -116,12 +116,12 @@ def toml_differences(old: str, new: str) -> dict[str, str]:
     }
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         flat |= (
-            _flatten(value, f"{prefix}{name}.")
+            flatten(value, f"{prefix}{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )

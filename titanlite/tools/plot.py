@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.options import declare
-from titanlite.errors import UserError, columns, format_table, print_notice
+from titanlite.config.toml import flatten, tomllib
+from titanlite.errors import UserError, columns, format_table, nearest, print_notice
 from titanlite.observe.page import write_html
-from titanlite.tools.record import TITLES, Run, chart, read_run, smooth
+from titanlite.tools.record import TITLES, Run, chart, read_run, smooth, text_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
             Path("curves.html"),
         ),
         "--x steps|tokens|hours": ("x axis (default: steps)", str, "steps"),
+        "--by KEY": "draw last losses over a key in which the runs differ",
         "--text": "print the losses in the terminal instead",
     }
     declare(parser, options)
@@ -45,6 +48,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Draw the runs into a file, and print how far each has come."""
     out, runs = arguments.out, read_runs(arguments.dump)
+    by_key = draw_by(runs, arguments.by) if arguments.by else None
+    if arguments.text and by_key:
+        print(by_key[1])
+        return 0
     if arguments.text:
         width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
         rows = [(run.name, chart(run.logged["loss"], width)) for run in runs]
@@ -52,7 +59,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         return 0
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
-    figure, table = draw(runs, arguments.x), summarize(runs)
+    figure, table = by_key or (draw(runs, arguments.x), summarize(runs))
     try:
         if out.suffix == ".html":
             body = f"{picture(figure)}<pre>{escape(table)}</pre>"
@@ -114,11 +121,7 @@ def summarize(runs: list[Run]) -> str:
 
 def draw(runs: list[Run], x_axis: str) -> Figure:
     """Return the figure; validation has a panel where a run validated."""
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    style.use(Path(__file__).with_suffix(".mplstyle"))
-    figure = Figure(figsize=(12.4, 7.2), layout="constrained")
+    figure = _empty_figure(12.4, 7.2)
     validation = "validation_loss" if any(len(run.validated) for run in runs) else "loss"
     panels: Any = [["loss", "loss", validation], ["grad_norm", "lr", "tps"]]
     for key, axes in figure.subplot_mosaic(panels, sharex=True, height_ratios=[4, 3]).items():
@@ -158,12 +161,7 @@ def _draw_panel(
         )
     axes.set(title=TITLES[key] + (", log scale" if log else ""), xlabel=x_axis)
     if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(
-            ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3))
-        )
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        _use_logarithms(axes, low, high)
     elif from_zero:
         axes.set_ylim(bottom=0)
     prefixed = ticker.EngFormatter(sep="")
@@ -172,3 +170,78 @@ def _draw_panel(
         "{x:g}" if x_axis == "hours" else lambda x, _: prefixed(x).replace("G", "B")
     )
     axes.tick_params(labelbottom=True)  # in the upper row too
+
+
+def draw_by(runs: list[Run], key: str) -> tuple[Figure, str]:
+    """Return a figure and a table of the last losses, those of validation if all runs have it.
+
+    A dot is a run, hollow if it has not finished; a cross is one whose loss is not finite. The line
+    goes through the means of each value, and the band from the lowest to the highest loss: the
+    spread over seeds.
+    """
+    measure = "validation_loss" if all(len(run.validated) for run in runs) else "loss"
+    steps = np.array([run.logged["step"][-1] for run in runs])
+    losses = np.array([smooth(run.values(measure))[-1] for run in runs])
+    unfinished = steps < _values(runs, "training.steps")
+    values = _values(runs, key)
+    distinct = np.unique(values)
+    if len(distinct) == 1:
+        raise UserError(f"--by {key}: it is {distinct[0]} in all of these runs")
+    figure = _empty_figure(8, 5)
+    axes = figure.subplots()
+    of_value = [losses[values == value] for value in distinct]
+    axes.plot(distinct, [same.mean() for same in of_value])
+    low, high = ([pick(same) for same in of_value] for pick in (np.fmin.reduce, np.fmax.reduce))
+    axes.fill_between(distinct, low, high, alpha=0.2)
+    axes.plot(values[~unfinished], losses[~unfinished], "oC0")
+    axes.plot(values[unfinished], losses[unfinished], "oC0", fillstyle="none")
+    lost = values[~np.isfinite(losses)]
+    axes.plot(lost, [0.98] * len(lost), "xC0", transform=axes.get_xaxis_transform())
+    notes = "at the end of each run; hollow: not finished; crosses: NaN or infinite"
+    axes.set(title=f"{TITLES[measure]} {notes}", xlabel=key)
+    least, most = np.fmin.reduce(low), np.fmax.reduce(high)
+    if 0 < 5 * least < most:
+        _use_logarithms(axes, least, most)
+    if distinct.dtype.kind != "U":
+        axes.set_xscale("log" if 0 < 5 * distinct[0] < distinct[-1] else "linear")
+        axes.set_xticks(distinct, [f"{value:g}" for value in distinct])
+        axes.minorticks_off()
+    rows = [
+        (f"{values[n]}", f"{losses[n]:.5f}", f"{steps[n]:,.0f}", runs[n].name)
+        for n in np.argsort(values, kind="stable")
+    ]
+    return figure, format_table(rows, (key, TITLES[measure].lower(), "steps", "run"), ">>><")
+
+
+def _values(runs: list[Run], key: str) -> np.ndarray:
+    """Return a key's value in each run's config: numbers, or texts where one is no number."""
+    values = []
+    for run in runs:
+        config = flatten(tomllib.loads(text_of(run.folder / CONFIG)))
+        if key not in config:
+            close = nearest(key, config)
+            hint = close and f"; did you mean {close}?"
+            raise UserError(f"--by {key}: no such key in {run.folder / CONFIG}{hint}")
+        values.append(config[key])
+    are_numbers = all(type(value) in (int, float) for value in values)
+    return np.array(values if are_numbers else [str(value) for value in values])
+
+
+def _empty_figure(width: float, height: float) -> Figure:
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    style.use(Path(__file__).with_suffix(".mplstyle"))
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _use_logarithms(axes: Axes, low: float, high: float) -> None:
+    """Make the scale of losses logarithmic, with labels that are plain numbers."""
+    from matplotlib import ticker
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(
+        ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 30 * low else (1, 3))
+    )
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
