@@ -70,6 +70,8 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
     ("quantize.linear.float8.enable", "quantize.linear.float8.recipe_name", "rowwise", "", 1),
     ("training.dataloader.num_workers", "training.dataloader.prefetch_factor", "3", "", 1),
     ("a streamed data set", "training.dataloader.stall_timeout_seconds", "5.0", "", 1),
+    ("token shards by URL", "training.dataloader.cache_folder", "cache", "", 1),
+    ("training.dataloader.cache_folder", "training.dataloader.cache_gib", "7.0", "", 1),
     ("optimizer.weight_decay", "optimizer.no_decay", "[]", "--optimizer.weight_decay=0.0", 1),
     ("steps of decay", "lr_scheduler.decay_type", "cosine", "--lr_scheduler.decay_ratio=0.0", 1),
     ("steps of decay", "lr_scheduler.min_lr_factor", "0.5", "--lr_scheduler.warmup_steps=3", 1),

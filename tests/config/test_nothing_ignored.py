@@ -268,6 +268,7 @@ REFUSED = {  # key: (value, part of the message)
 ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 MIRROR = "tests/stores/test_mirror.py::"
+SHARDS = "tests/stores/test_shards.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
 DECIDE = "tests/faults/test_decide.py::"
@@ -338,6 +339,10 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
         "tests/data/test_sources.py::test_a_missing_broken_or_too_large_tokenizer_is_named"
     ),
     "model.overrides": "every run in this file",
+    "training.dataloader.cache_folder": SHARDS
+    + "test_windows_and_fingerprint_are_those_of_a_folder_cold_and_while_and_when_cached",
+    "training.dataloader.cache_gib": SHARDS
+    + "test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go",
     "training.dataloader.stall_timeout_seconds": (
         "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout"
     ),

@@ -75,8 +75,8 @@ def using(port: int) -> Iterator[None]:
 class FaultProxy:
     """An HTTP proxy. `rule(method, path)` returns what goes wrong with a request, if anything:
     {"status": 503, "text": body of the answer}, {"lose": True} (done, and the answer dropped),
-    {"cut": bytes of the request's body}, {"hang": seconds}, {"flip": byte of the answer's body},
-    {"rate": bytes a second}.
+    {"cut": bytes of the request's body}, {"short": bytes of the answer's body that arrive},
+    {"hang": seconds}, {"flip": byte of the answer's body}, {"rate": bytes a second}.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -122,5 +122,6 @@ class FaultProxy:
         content = bytearray(content)
         if "flip" in fault and len(content) > fault["flip"]:
             content[fault["flip"]] ^= 1
+        content = content[: fault.get("short", len(content))]
         answer = re.sub(rb"(?i)\r\n(connection|keep-alive):[^\r]*", b"", answer)
         return answer + b"\r\nConnection: close\r\n\r\n" + bytes(content)

@@ -136,7 +136,6 @@ def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, ur
         ("job.dump_folder", "s3://bucket/run", "must be a folder here"),
         ("checkpoint.folder", "s3://bucket/run", "an object store can be checkpoint.mirror so far"),
         ("checkpoint.initial_load_path", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
-        ("training.dataset_path", "az://bucket/shards", "must be a folder here"),
         ("checkpoint.mirror", "hf://buckets/me/run", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "/folder", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),

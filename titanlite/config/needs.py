@@ -78,6 +78,7 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
     return {
         "steps of decay": decays,
         "a streamed data set": bool(streamed(config)),
+        "token shards by URL": _reads_a_store(config),
         'activation_checkpoint.mode "selective"': mode == "selective",
         'activation_checkpoint.mode "memory_budget"': mode == "memory_budget",
         "recomputation of blocks": mode in ("full", "selective"),
@@ -93,6 +94,13 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         'checkpoint.interval "auto"': saving.interval == "auto",
         "a GPU": config.job.device != "cpu",
     }
+
+
+def _reads_a_store(config: JobConfig) -> bool:
+    paths = [source.dataset_path for source in config.training.sources]
+    if config.validation.enable:
+        paths.append(config.validation.dataset_path)
+    return any("://" in path for path in paths)
 
 
 def _mesh_conditions(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, bool]:

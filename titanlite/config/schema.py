@@ -40,9 +40,7 @@ class JobSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses the GPUs if the node has any, else the CPU."""
     plan: bool = True
-    """Plan a step while the run starts, and print its peak memory, communication and speed
-    bound.
-    """
+    """Plan a step while the run starts: print its peak memory, communication and speed bound."""
 
 
 class Model(Section):
@@ -107,9 +105,13 @@ class Dataloader(Section):
     stall_timeout_seconds: Annotated[
         float, Field(gt=0, le=31_536_000), Only("a streamed data set")
     ] = 10.0
-    """Reopen a streamed data set that delivers nothing for this long, up to five times, and name
-    it.
-    """
+    """Reopen, up to five times, and name a streamed data set that delivers nothing for so long."""
+    cache_folder: Annotated[str, Only("token shards by URL")] = ""
+    """Folder on the node's disk that keeps whole shards; without it, windows are read by range."""
+    cache_gib: Annotated[
+        float, Field(gt=0), Only("token shards by URL", "training.dataloader.cache_folder")
+    ] = 100.0
+    """Largest size of that folder, in GiB."""
 
 
 class Mixture(Section):
@@ -130,7 +132,7 @@ class Training(Section):
     """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
     c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
-    """Folder or file of the data set, for text, tokens and chat."""
+    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://)."""
     text_key: str = "text"
     """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
     local_batch_size: BatchSize = 8
@@ -154,9 +156,7 @@ class Training(Section):
     ] = "float32"
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, and run the optimizer
-    there.
-    """
+    """Keep parameters, gradients and optimizer state in host memory; the optimizer runs there."""
     gc_freq: Positive = 50
     """Steps between runs of Python's garbage collector, on all ranks at once and at no other
     time.

@@ -3,9 +3,14 @@
 Among the first n samples, each source has its weight times n, to within one sample, for every n.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import ceil, lcm
+
+from titanlite.data.fingerprint import fingerprint
+from titanlite.data.packing_plan import PART_TOKENS
+from titanlite.data.sources import Source
 
 
 class Mixture:
@@ -28,6 +33,23 @@ class Mixture:
         cycle, position = divmod(index, self.period)
         source, number = self._pattern[position]
         return source, cycle * self._per_period[source] + number
+
+
+def identify(
+    sources: Sequence[Source], weights: Sequence[float], seq_len: int, packing: str
+) -> str:
+    """Return what identifies the windows of sources."""
+    identity: list[str] = []
+    contents = ""
+    for source, weight in zip(sources, weights, strict=True):
+        name, _, content = source.fingerprint.partition("+")
+        identity.append(f"{name} {weight}")
+        if packing == "first-fit" and source.tokens > PART_TOKENS:
+            identity.append(f"parts of {PART_TOKENS}")  # versions before had one part
+        if content:  # apart, since older checkpoints do not have it
+            contents += f"+{content}"
+    identity += [str(seq_len), packing]
+    return fingerprint(" ".join(identity)) + contents
 
 
 def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:

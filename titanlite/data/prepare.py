@@ -24,10 +24,20 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, segments
-from titanlite.data.shards import HEADER_BYTES, MANIFEST, header, id_type, read_manifest
-from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from titanlite.data.fingerprint import fingerprint as hash_text
+from titanlite.data.remote import at_once
+from titanlite.data.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    TOKENIZER_FILES,
+    header,
+    id_type,
+    read_manifest,
+)
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import lock, store
+from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import cores
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
@@ -85,7 +95,7 @@ def prepare(
             )
         log(f"{out} is already prepared")
         return existing
-    if out.exists() and any(out.iterdir()):
+    if not is_remote(out) and out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
@@ -147,11 +157,18 @@ def _groups(items: Iterable[T], limit: int, size_of: Callable[[T], int]) -> Iter
         yield group
 
 
+def staging_folder(out: Path) -> Path:
+    """Return where shards are made: next to their folder, or in the user's cache for a URL."""
+    if is_remote(out):
+        return store.user_cache() / f"preparing-{hash_text(str(out))}"
+    return out.parent / f".{out.name}.preparing"
+
+
 def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
     """Return the folder of finished shards, emptied if it was made from data of another
     identity.
     """
-    staging = out.parent / f".{out.name}.preparing"
+    staging = staging_folder(out)
     plan_file = staging / ".plan.json"
     plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES, "units": UNITS})
     if staging.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
@@ -244,8 +261,10 @@ def _manifest(
         path = _shard_path(staging, unit)
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
         counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
-        shards.append({"file": path.name, **counts, "source": unit.source})
-        content = zlib.crc32(np.fromfile(path, dtype=np.int32, count=4)[3:].tobytes(), content)
+        crc32 = np.fromfile(path, dtype=np.uint32, count=4)[3]
+        own = {"source": unit.source, "crc32": int(crc32)}
+        shards.append({"file": path.name, **counts, **own})
+        content = zlib.crc32(crc32.tobytes(), content)
         source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
         sources[unit.source] = {key: source[key] + count for key, count in counts.items()}
     return {
@@ -269,7 +288,13 @@ def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) ->
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
     store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
-    store.publish(staging, out)  # an empty folder of that name is replaced
+    if is_remote(out):  # the manifest last: without it nothing is there
+        names = [name for name in store.list_folder(staging) if name[0] != "." and name != MANIFEST]
+        at_once(lambda name: store.copy(staging / name, out / name), names)
+        store.copy(staging / MANIFEST, out / MANIFEST)
+        store.delete(staging)
+    else:
+        store.publish(staging, out)  # an empty folder of that name is replaced
 
 
 def prepare_in_cache(
@@ -312,7 +337,7 @@ def _locked_cache(root: Path, name: str) -> Iterator[Path]:
     folder = root / ".titanlite"
     try:
         if not os.access(folder if folder.exists() else root, os.W_OK):
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+            folder = store.user_cache()
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = (folder / f"{name}.lock").open("w")
     except (OSError, RuntimeError) as error:  # a random user id has no home

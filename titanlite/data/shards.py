@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,9 +22,13 @@ from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.data.megatron import index_of, read_index
 from titanlite.errors import RunFailed, UserError, first_line, remedy
 
+if TYPE_CHECKING:
+    from titanlite.data.remote import Remote
+
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 OPEN_FILES = 16
 """Files of a source that stay open."""
 SCAN_TOKENS = 1 << 24
@@ -56,6 +60,8 @@ class Shard:
     tokens: int
     index: Path | None = None
     """Megatron's, which has the ends of documents."""
+    crc32: int = 0
+    """Of the ids, if it is known."""
 
     @property
     def size(self) -> int:
@@ -123,26 +129,35 @@ def _load_numbers(path: Path) -> np.memmap:
 class ShardSource:
     """A folder of shards, or one shard, as one stream in the order of their names.
 
-    There may be 100,000 of them: those of a manifest are opened only where they are read.
+    There may be 100,000 of them: those of a manifest are opened only where they are read. With
+    `remote` they are on a store, and the folder is their cache.
     """
 
     def __init__(
-        self, key: str, path: Path, vocab_size: int, end: int, fingerprint: str = ""
+        self,
+        key: str,
+        path: Path,
+        vocab_size: int,
+        end: int,
+        remote: "Remote | None" = None,
+        fingerprint: str = "",
     ) -> None:
         if not path.exists():
             raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
-        self._arguments = key, path, vocab_size, end
+        self._arguments = key, path, vocab_size, end, remote
+        self.remote = remote
         self.folder = path if path.is_dir() else path.parent
         self.vocab_size = vocab_size
         self.manifest = read_manifest(path) if path.is_dir() else None
         self.end = self.manifest["end"] if self.manifest else end
-        self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb"))  # closed when it is dropped
+        self._open = lru_cache(OPEN_FILES)(remote.open if remote else partial(open, mode="rb"))
         if self.manifest:
             self._shards = _listed_shards(path, self.manifest)
         else:
             self._shards = [open_shard(file, vocab_size) for file in _find_shards(path)]
         self._stops = list(itertools.accumulate(shard.tokens for shard in self._shards))
         self.tokens = self._stops[-1] if self._stops else 0
+        self.bytes = sum(shard.size for shard in self._shards)
         if not self.tokens:
             raise UserError(
                 f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards)"
@@ -166,8 +181,8 @@ class ShardSource:
 
     def require_whole(self) -> None:
         """Raise a UserError if the folder does not hold the shards of its manifest."""
-        if not self.manifest:
-            return  # each was opened
+        if not self.manifest or self.remote:
+            return  # each was opened, or is looked at when it is read
         expected = {shard.path: shard.size for shard in self._shards}
         actual = {path: path.stat().st_size for path in _find_shards(self.folder)}
         for path in sorted(expected.keys() | actual.keys()):
@@ -205,15 +220,18 @@ class ShardSource:
         A memory map would read megabytes ahead of a window, and keep each file open.
         """
         shard = self._shards[number]
-        size = shard.dtype.itemsize
+        start = shard.start + offset * shard.dtype.itemsize
+        size = length * shard.dtype.itemsize
         try:
-            file = self._open(shard.path)
-            content = os.pread(file.fileno(), length * size, shard.start + offset * size)
+            file = self._open(shard.path)  # closed when it is dropped
+            content = os.pread(file.fileno(), size, start)
         except OSError as error:
-            raise RunFailed(
-                f"{shard.path} cannot be read: {error.strerror}{remedy(error)}"
-            ) from None
-        if len(content) != length * size:
+            if not self.remote or not isinstance(error, FileNotFoundError):
+                raise RunFailed(
+                    f"{shard.path} cannot be read: {error.strerror}{remedy(error)}"
+                ) from None
+            content = self.remote.read(shard, start, size)
+        if len(content) != size:
             raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
         return np.frombuffer(content, shard.dtype)
 
@@ -233,6 +251,8 @@ class ShardSource:
             first = self._stops[number] - shard.tokens
             index = shard.index
             own = shard.path.with_suffix(".ends.npy")  # written by `titanlite data prepare`
+            if self.remote:
+                self.remote.bring(own)
             if index or own.exists():
                 found = read_index(index, shard.size)[1] if index else _load_numbers(own)
                 low, high = np.searchsorted(found, (offset, offset + length), side="right")
@@ -253,7 +273,13 @@ def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
     """Return the shards of a manifest, in the order of their names as it is."""
     dtype = id_type(manifest["vocab_size"])
     return [
-        Shard(folder / shard["file"], dtype, HEADER_BYTES, shard["tokens"])
+        Shard(
+            folder / shard["file"],
+            dtype,
+            HEADER_BYTES,
+            shard["tokens"],
+            crc32=shard.get("crc32", 0),
+        )
         for shard in manifest["shards"]
     ]
 
@@ -283,8 +309,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     or another's.
     """
     path = folder / MANIFEST
+    return parse_manifest(path, path.read_bytes()) if path.is_file() else None
+
+
+def parse_manifest(path: Path, content: bytes) -> dict[str, Any] | None:
+    """Return the manifest that a file holds; None if it is another's."""
     try:
-        manifest = json.loads(path.read_bytes()) if path.is_file() else {}
+        manifest = json.loads(content)
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     return manifest if "fingerprint" in manifest else None

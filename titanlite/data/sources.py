@@ -7,15 +7,18 @@ cache.
 import bisect
 import itertools
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titanlite.config.needs import STREAMS
+from titanlite.config.schema import Dataloader
 from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
+from titanlite.data.remote import Remote, at_once, folder_of
 from titanlite.data.shards import ShardSource, ended, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
@@ -48,11 +51,13 @@ def open_source(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     text_key: str = "text",
+    settings: Dataloader | None = None,
 ) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path, text_key)
     if documents is None:
-        source = ShardSource(key, Path(path), vocab_size, tokenizer.end if tokenizer else -1)
+        end = tokenizer.end if tokenizer else -1
+        source = open_shards(key, path, vocab_size, end, settings or Dataloader())
         check_tokenizer(key, source.folder, tokenizer)
         return source
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
@@ -63,6 +68,29 @@ def open_source(
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
     return ShardSource(key, prepare_in_cache(name, documents, tokenizer), vocab_size, tokenizer.end)
+
+
+def open_shards(
+    key: str, path: str, vocab_size: int, end: int, settings: Dataloader
+) -> ShardSource:
+    """Open a folder of shards, or a URL of one."""
+    folder = folder_of(key, path, settings.cache_folder)
+    remote = None
+    if "://" in path:
+        cache_bytes = int(settings.cache_gib * 2**30) if settings.cache_folder else 0
+        remote = Remote(path, folder, cache_bytes)
+    return ShardSource(key, folder, vocab_size, end, remote)
+
+
+def in_turn(function: Callable[..., object], *columns: Any) -> None:
+    for row in zip(*columns, strict=True):
+        function(*row)
+
+
+def each_of(sources: "list[Source]") -> Callable[..., None]:
+    """Return how windows of sources are read: one after another, or all at once from a store."""
+    is_remote = any(isinstance(source, ShardSource) and source.remote for source in sources)
+    return at_once if is_remote else in_turn
 
 
 class ByteSource:

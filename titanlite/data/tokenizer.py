@@ -13,7 +13,8 @@ from titanlite.config.job import Job
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import plain_text
-from titanlite.data.shards import read_manifest
+from titanlite.data.remote import folder_of
+from titanlite.data.shards import TOKENIZER_FILES, read_manifest
 from titanlite.errors import UserError
 
 
@@ -127,7 +128,6 @@ class JsonTokenizer:
         return self._backend.decode(tokens, skip_special_tokens=False)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 _TOKEN_OPTIONS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
@@ -161,8 +161,11 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
     have none.
     """
+    cache_folder = config.training.dataloader.cache_folder
     shards = [
-        Path(part.dataset_path) for part in config.training.sources if part.dataset == "tokens"
+        folder_of("training", part.dataset_path, cache_folder)
+        for part in config.training.sources
+        if part.dataset == "tokens"
     ]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
     assets = config.model.hf_assets_path or next(copies, "")

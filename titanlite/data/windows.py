@@ -1,6 +1,6 @@
 """The data set of a job: windows by sample number, in the job's order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -8,12 +8,10 @@ from torch.utils.data import Dataset
 from titanlite.config.job import Job
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import Mixture as MixturePart
-from titanlite.data.fingerprint import fingerprint
-from titanlite.data.mixture import Mixture
+from titanlite.data.mixture import Mixture, identify
 from titanlite.data.packing import Concatenated, Packed, blank
-from titanlite.data.packing_plan import PART_TOKENS
 from titanlite.data.shuffle import Order
-from titanlite.data.sources import open_source
+from titanlite.data.sources import each_of, in_turn, open_source
 from titanlite.data.stream import Stream, open_stream
 from titanlite.data.tokenizer import Tokenizer, require_tokenizer
 from titanlite.data.trained import Trained, WindowSource
@@ -36,12 +34,14 @@ class Windows(Dataset[np.ndarray]):
         masked: bool = False,
         weights: tuple[float, ...] = (1.0,),
         fingerprint: str = "",
+        each: Callable[..., None] = in_turn,
     ) -> None:
         self._sources = sources
         self._seq_len = seq_len
         self._rows = 4 if masked else 2
         self.repeat = repeat
         self.fingerprint = fingerprint
+        self._each = each
         self._orders = [Order(source.samples, seed + n) for n, source in enumerate(sources)]
         self._mixture = Mixture(weights) if len(sources) > 1 else None
         self.samples = sum(source.samples for source in sources)
@@ -52,16 +52,18 @@ class Windows(Dataset[np.ndarray]):
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
         """Return a batch as one array (see MicroBatch); torch's data loader calls this name."""
         batch = np.empty((len(indices), self._rows, self._seq_len), dtype=np.int64)
-        for out, index in zip(batch, indices, strict=True):
-            if not self.repeat and index >= self.samples:
-                blank(out)
-                continue
-            source = 0
-            number = index
-            if self._mixture:
-                source, number = self._mixture(index)
-            self._sources[source].fill(out, self._orders[source](number))
+        self._each(self._fill, batch, indices)
         return batch
+
+    def _fill(self, out: np.ndarray, index: int) -> None:
+        if not self.repeat and index >= self.samples:
+            blank(out)
+            return
+        source = 0
+        number = index
+        if self._mixture:
+            source, number = self._mixture(index)
+        self._sources[source].fill(out, self._orders[source](number))
 
 
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
@@ -104,11 +106,9 @@ def _open(
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
         settings = training.dataloader.stall_timeout_seconds, training.text_key
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
-    more = tokenizer, job.shape.vocab_size, training.text_key
+    more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader
     sources = [open_source(key, part.dataset, part.dataset_path, *more) for part in parts]
     windows: list[WindowSource] = []
-    identity: list[str] = []
-    contents = ""
     for part, source in zip(parts, sources, strict=True):
         if training.packing == "first-fit":
             windows.append(Packed(source, seq_len, key))
@@ -116,19 +116,14 @@ def _open(
             windows.append(Concatenated(source, seq_len, masked, key))
         if part.dataset == "chat":
             windows[-1] = Trained(windows[-1])
-        name, _, content = source.fingerprint.partition("+")
-        identity.append(f"{name} {part.weight}")
-        if training.packing == "first-fit" and source.tokens > PART_TOKENS:
-            identity.append(f"parts of {PART_TOKENS}")  # versions before had one part
-        if content:  # apart, since older checkpoints do not have it
-            contents += f"+{content}"
-    identity += [str(seq_len), training.packing]
+    weights = tuple(part.weight for part in parts)
     return Windows(
         windows,
         seq_len,
         seed,
         repeat=repeat,
         masked=masked,
-        weights=tuple(part.weight for part in parts),
-        fingerprint=fingerprint(" ".join(identity)) + contents,
+        weights=weights,
+        fingerprint=identify(sources, weights, seq_len, training.packing),
+        each=each_of(sources),
     )

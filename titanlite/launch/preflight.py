@@ -25,7 +25,7 @@ from titanlite.checkpoint.rules import require_step
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigFault, Loaded
 from titanlite.config.needs import is_streamed
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, Training
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
@@ -98,7 +98,7 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             continue
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
-        if part.dataset == "tokens":
+        if part.dataset == "tokens" and "://" not in part.dataset_path:
             checks.append((_require_path, section, part.dataset_path))
     for function, *arguments in checks:
         try:
@@ -125,7 +125,7 @@ def _require_path(section: str, path: str) -> None:
 
 
 def _open_dataset(
-    key: str, name: str, path: str, text_key: str, vocab_size: int, tokenizer: Tokenizer | None
+    key: str, dataset: Any, training: Training, vocab_size: int, tokenizer: Tokenizer | None
 ) -> str:
     """Open a data set, and prepare only chats; return a notice about it, if any."""
     from titanlite.data.chat import ChatTokenizer
@@ -133,20 +133,28 @@ def _open_dataset(
     from titanlite.data.sources import find_documents, open_source
     from titanlite.data.stream import open_stream
 
+    name, path = dataset.dataset, dataset.dataset_path
     if is_streamed(name):
         open_stream(key, name, path)
         return ""
-    documents = find_documents(key, name, path, text_key)
+    settings = training.dataloader
+    opening = key, name, path, tokenizer, vocab_size, training.text_key, settings
+    documents = find_documents(key, name, path, training.text_key)
     if documents:
         if name != "chat" or not tokenizer:
             return documents.notice
         how = ChatTokenizer(tokenizer.assets).describe()
-        open_source(key, name, path, tokenizer, vocab_size, text_key)  # reads every chat
+        open_source(*opening)  # reads every chat
         return "; ".join(filter(None, (how, documents.notice)))
-    source = open_source(key, name, path, tokenizer, vocab_size)
+    source = open_source(*opening)
     assert isinstance(source, ShardSource)
     source.require_whole()
-    return ""
+    cached = settings.cache_gib * 2**30
+    if not settings.cache_folder or not source.remote or source.bytes <= cached:
+        return ""
+    sizes = f"{path} has {format_bytes(source.bytes)}"
+    rest = "shards that do not fit are read by range"
+    return f"training.dataloader.cache_gib = {settings.cache_gib:g}, and {sizes}: {rest}"
 
 
 def _check_without_model(check: Check, job: Job, device: str) -> None:
@@ -160,8 +168,8 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     opened = check(lambda: [open_tokenizer(job)])
     for section, dataset in _datasets(config):
         name, tokenizer = dataset.dataset, opened[0] if opened else None
-        place = section, name, dataset.dataset_path, config.training.text_key
-        if notice := check(_open_dataset, *place, job.shape.vocab_size, tokenizer):
+        opening = section, dataset, config.training, job.shape.vocab_size, tokenizer
+        if notice := check(_open_dataset, *opening):
             say(f"titanlite: {notice}")
         if opened and name != "tokens":
             check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')

@@ -106,6 +106,12 @@ class Bucket:
             except (TimeoutError, asyncio.TimeoutError):
                 raise Unreachable(f"{self.url}/{key}: {size:,} bytes took too long") from None
 
+    def read_range(self, key: str, start: int, size: int) -> tuple[bytes, Any]:
+        """Return bytes of an object, and what the store says of it."""
+        with self._explained():
+            found = self.call("get", key, options={"range": (start, start + size)})
+            return found.bytes(), found.meta
+
     def blocks(self, key: str) -> Iterator[bytes]:
         """Yield the content of an object."""
         with self._explained():

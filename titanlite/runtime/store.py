@@ -21,6 +21,11 @@ reading = partial(Path.open, mode="rb")
 make_folder = partial(os.makedirs, exist_ok=True)
 
 
+def user_cache() -> Path:
+    """Return the user's folder of what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+
+
 def exists(path: Path) -> bool:
     return path.exists()
 

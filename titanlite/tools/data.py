@@ -17,11 +17,13 @@ from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.data.documents import SUFFIXES, text_files
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import prepare, staging_folder
+from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import format_table, print_notice
 from titanlite.observe.progress import progress_bar
+from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.cluster import cores
 from titanlite.tools.exclusive import writing
 
@@ -30,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
         "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
-        "--out FOLDER": ("where the shards are written", Path, None, True),
+        "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
         "--workers N": ("default: all cores", positive_int, cores()),
     }
@@ -38,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     example = "prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
     shown = "print windows of a data set as the model sees them, with what is trained in color"
     windows: Options = {
-        "FILE": ("a data set's file or folder, or a config (.toml) that names one", Path),
+        "FILE": ("a data set's file, folder or URL, or a config (.toml) that names one", str),
         "--n N": ("windows (default: 2)", positive_int, 2),
         "--first N": ("the first one's number in the order of a run (default: 0)", int, 0),
         "--ids": "print the ids of the tokens too",
@@ -63,7 +65,9 @@ def _prepare(arguments: Namespace) -> int:
     documents = {source: text_files(source, source) for source in arguments.src}
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
-    with writing(arguments.out), progress_bar("bytes") as report:
+    is_url = is_remote(arguments.out)
+    target = staging_folder(arguments.out) if is_url else arguments.out
+    with writing(target), progress_bar("bytes") as report:
         manifest = prepare(
             documents, arguments.tokenizer, arguments.out, arguments.workers, report, print_notice
         )
@@ -91,8 +95,8 @@ def _show(arguments: Namespace) -> int:
     from titanlite.data.windows import training_data
 
     path = arguments.file
-    is_config = path.suffix == ".toml"
-    named = ["--config", str(path)] if is_config else _options(path)
+    is_config = path.endswith(".toml")
+    named = ["--config", path] if is_config else _options(path)
     line = parse_command_line([*named, *arguments.overrides], {})
     job = job_from(line, world=None, training=True)
     config, size = job.config, job.shape.vocab_size
@@ -100,7 +104,8 @@ def _show(arguments: Namespace) -> int:
     if not is_config:
         size = tokenizer.vocab_size if tokenizer else _LARGEST
     job = replace(job, shape=replace(job.shape, vocab_size=size))
-    if manifest := read_manifest(Path(config.training.dataset_path)):
+    cache_folder = config.training.dataloader.cache_folder
+    if manifest := read_manifest(folder_of("training", config.training.dataset_path, cache_folder)):
         _describe(manifest)
     data = training_data(job, tokenizer, config.debug.seed or 0)
     everything = RankSlice(0, 1, arguments.n)
@@ -120,16 +125,19 @@ _LARGEST = 1 << 16
 """Ids of a file that comes without a tokenizer."""
 
 
-def _options(path: Path) -> list[str]:
-    """Return the options of a config for a data set's file or folder."""
+def _options(place: str) -> list[str]:
+    """Return the options of a config for a data set's file, folder or URL."""
     kind, masked = "text", ["--training.document_mask"]
+    path = Path(place)
     files = list(path.iterdir()) if path.is_dir() else [path]
-    if any(file.suffix in (".bin", ".npy") for file in files):
+    if "://" in place:
+        kind = "tokens"
+    elif any(file.suffix in (".bin", ".npy") for file in files):
         kind, masked = "tokens", masked if read_manifest(path) else []
     elif path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as file:
             kind = "chat" if b'"messages"' in file.readline() else kind
-    return [f"--training.dataset={kind}", f"--training.dataset_path={path}", *masked]
+    return [f"--training.dataset={kind}", f"--training.dataset_path={place}", *masked]
 
 
 def _describe(manifest: dict[str, Any]) -> None:

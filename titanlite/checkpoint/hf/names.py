@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from titanlite.data.tokenizer import TOKENIZER_FILES, Tokenizer
+from titanlite.data.shards import TOKENIZER_FILES
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform

@@ -71,6 +71,11 @@ def _path_fault(name: str, path: str) -> str:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
+    scheme, colon, place = path.partition("://")
+    if colon and name != "tokens":
+        return 'must be a folder here; dataset = "tokens" reads shards from a URL'
+    if colon and (scheme not in ("s3", "gs", "az") or not place.strip("/")):
+        return "legal: a folder here, or s3://, gs:// or az://BUCKET/FOLDER"
     return ""
 
 

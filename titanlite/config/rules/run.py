@@ -216,7 +216,7 @@ def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
             yield key, f"a name of {longest} bytes; files and folders have at most {_LONGEST_NAME}"
         if "\0" in path:
             yield key, "the zero character cannot be in a path"
-        if path.startswith(_STORES):
+        if path.startswith(_STORES) and not key.endswith(("dataset_path", "mixture")):
             yield key, f"must be a folder here; {_URLS_SO_FAR}"
     if not config.job.dump_folder:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'

@@ -1,0 +1,327 @@
+"""Token shards on object stores: the same windows as from a folder, by range or cached, and no
+fault of a store that goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jobs import TINY, job
+from tests.stores.server import BUCKET, credentials
+from titanlite.cli import main
+from titanlite.config.load import ConfigError
+from titanlite.config.schema import Dataloader
+from titanlite.data import prepare as preparing
+from titanlite.data import remote
+from titanlite.data.shards import MANIFEST, ShardSource
+from titanlite.data.sources import open_shards
+from titanlite.data.tokenizer import open_tokenizer
+from titanlite.data.windows import Windows, training_data
+from titanlite.errors import RunFailed, UserError
+from titanlite.launch.preflight import _open_dataset
+from titanlite.runtime import bucket
+from titanlite.runtime.bucket import place
+from titanlite.runtime.store import copy, list_folder, read
+
+SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Eight shards of bytes, made by the real command."""
+    root = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for number in range(8):
+        words = rng.integers(97, 122, size=4000, dtype=np.uint8).tobytes()
+        (root / f"{number}.txt").write_bytes(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing, "UNIT_BYTES", 4000)
+        assert main(["data", "prepare", str(root), "--out", str(root / "out")]) == 0
+    assert len(json.loads((root / "out" / MANIFEST).read_text())["shards"]) == 8
+    return root / "out"
+
+
+@pytest.fixture
+def shards(folder, url, monkeypatch, tmp_path) -> str:
+    """The shards in a bucket."""
+    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    put(folder, url)
+    return url
+
+
+def put(folder: Path, url: str) -> None:
+    for path in folder.glob("[!.]*"):
+        copy(path, place(url) / path.name)
+
+
+def arguments(path: object, *more: str) -> list[str]:
+    return [*TINY, "--training.dataset=tokens", f"--training.dataset_path={path}", *more]
+
+
+def windows(path: object, *more: str) -> Windows:
+    made = job(arguments(path, *more), world=1)
+    data = training_data(made, open_tokenizer(made), seed=1)
+    assert isinstance(data, Windows)
+    return data
+
+
+def opened(url: str, cache: object = "", gib: float = 1) -> ShardSource:
+    settings = Dataloader(cache_folder=str(cache), cache_gib=gib)
+    return open_shards("training", url, 256, 0, settings)
+
+
+def ids(source: ShardSource) -> list[int]:
+    """Return the ids, read in pieces over the ends of shards."""
+    step = source.tokens // 20
+    pieces = [
+        source.read(at, min(step, source.tokens - at)).tolist()
+        for at in range(0, source.tokens, step)
+    ]
+    return [each for piece in pieces for each in piece]
+
+
+def cached(cache: Path) -> set[str]:
+    return {path.name for path in cache.glob("shards/*/shard-*.bin")}
+
+
+def until_cached(cache: Path, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(cached(cache)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def gets(log: list[tuple[str, str]]) -> Counter[str]:
+    return Counter(path.rpartition("/")[2] for method, path in log if method == "GET")
+
+
+def test_windows_and_fingerprint_are_those_of_a_folder_cold_and_while_and_when_cached(
+    folder, shards, proxy, tmp_path
+):
+    local = windows(folder)
+    expected = local.__getitems__(range(SAMPLES))
+    cold = windows(shards)
+    assert cold.fingerprint == local.fingerprint
+    assert (cold.__getitems__(range(SAMPLES)) == expected).all()
+    assert not cached(tmp_path)
+    cache = f"--training.dataloader.cache_folder={tmp_path}"
+    caching = windows(shards, cache)
+    assert (caching.__getitems__(range(SAMPLES)) == expected).all()
+    until_cached(tmp_path, 8)
+    proxy.log.clear()
+    for data in (caching, windows(shards, cache)):
+        assert (data.__getitems__(range(SAMPLES)) == expected).all()
+    assert not [name for name in gets(proxy.log) if name.endswith(".bin")]
+    own = next(tmp_path.glob(f"shards/*/{MANIFEST}")).parent
+    assert all((own / path.name).read_bytes() == path.read_bytes() for path in folder.glob("*.bin"))
+
+
+def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, proxy, monkeypatch):
+    windows(shards)
+    proxy.log.clear()
+    remote._fetch_index.cache_clear()
+    data = windows(shards)
+    assert set(gets(proxy.log)) == {MANIFEST}
+    proxy.log.clear()
+    reading, all_are, whole = list[int](), threading.Event(), remote.Remote._read
+
+    def together(self: Any, shard: Any, start: int, size: int) -> bytes:
+        reading.append(size)
+        if len(reading) == 8:
+            all_are.set()
+        assert all_are.wait(10)
+        return whole(self, shard, start, size)
+
+    monkeypatch.setattr(remote.Remote, "_read", together)
+    data.__getitems__(range(8))
+    assert gets(proxy.log).total() == len(reading)  # a window may go on in the next shard
+    assert sum(reading) == 8 * 17 * 2
+
+
+def test_packing_reads_the_ends_of_documents_and_no_ids(folder, shards, proxy):
+    first_fit = ["--training.packing=first-fit", "--training.document_mask"]
+    expected = windows(folder, *first_fit)[3]
+    proxy.log.clear()
+    data = windows(shards, *first_fit)
+    assert not [name for name in gets(proxy.log) if name.endswith(".bin")]
+    assert (data[3] == expected).all()
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"short": 100}], ids=["busy", "cut"])
+def test_a_range_that_fails_is_read_again_within_bounds_and_then_named(
+    folder, shards, proxy, fault
+):
+    source, met = opened(shards), set()
+    proxy.rule = lambda method, path: None if path in met or met.add(path) else fault
+    assert ids(source) == ids(ShardSource("training", folder, 256, 0))
+    assert met
+    source = opened(shards)
+    proxy.rule = lambda method, path: fault if path.endswith("3.bin") else None
+    begun = time.monotonic()
+    with pytest.raises(RunFailed, match=f"^{shards}/shard-000003.bin cannot be read: s3://"):
+        ids(source)
+    assert time.monotonic() - begun < 30
+
+
+def changed(url: str, name: str, how: str) -> None:
+    path: Any = place(url) / name
+    content = bytearray(read(path))
+    content[-1] ^= 1
+    if how == "gone":
+        path.unlink()
+    else:
+        content += b"xx" * (how == "longer")
+        path.bucket.put(path.key, [bytes(content)], 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [("edited", "the ETag"), ("longer", "now 9,028"), ("gone", "it is not there")],
+)
+def test_a_shard_that_changes_under_a_run_is_named_and_stops_it(shards, how, line):
+    source = opened(shards)
+    ids(source)
+    changed(shards, "shard-000005.bin", how)
+    with pytest.raises(RunFailed, match=f"^{shards}/shard-000005.bin .*{line}"):
+        ids(source)
+
+
+def test_a_shard_that_differs_from_its_manifest_is_never_cached(shards, tmp_path):
+    changed(shards, "shard-000005.bin", "edited")
+    source = opened(shards, tmp_path)
+    with pytest.raises(RunFailed, match=f"^{shards}/shard-000005.bin is not what was prepared"):
+        for _ in range(1000):
+            ids(source)
+            time.sleep(0.01)
+    assert "shard-000005.bin" not in cached(tmp_path)
+
+
+def test_two_runs_that_share_a_cache_fetch_each_shard_once(folder, shards, proxy, tmp_path):
+    sources = [opened(shards, tmp_path) for _ in range(2)]
+    expected = ids(ShardSource("training", folder, 256, 0))
+    seen = list[int]()
+    whole, fetch = remote.Remote._read, list[str]()
+
+    def counted(self: Any, shard: Any, start: int, size: int) -> bytes:
+        if size == shard.size:
+            fetch.append(shard.path.name)
+            time.sleep(0.05)
+        return whole(self, shard, start, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote.Remote, "_read", counted)
+        for source in sources:
+            seen += ids(source)
+        until_cached(tmp_path, 8)
+    assert seen == 2 * expected
+    assert sorted(fetch) == sorted(cached(tmp_path)) and not [*tmp_path.glob("shards/*/*.part")]
+
+
+def test_a_fetch_that_was_killed_is_begun_again(shards, tmp_path):
+    source = opened(shards, tmp_path)
+    own = next(tmp_path.glob(f"shards/*/{MANIFEST}")).parent
+    (own / "shard-000000.part").write_bytes(b"half")
+    ids(source)
+    until_cached(tmp_path, 8)
+    assert not [*own.glob("*.part")]
+
+
+def test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go(shards, tmp_path):
+    source = opened(shards, tmp_path, gib=14_000 / 2**30)
+    size = source._shards[0].size
+    other = tmp_path / "shards" / "other"
+    other.mkdir()
+    for name, age in (("old", 1e6), ("older", 2e6), ("used", -1e6)):
+        (other / f"{name}.bin").write_bytes(bytes(4000))
+        os.utime(other / f"{name}.bin", (time.time() - age,) * 2)
+    ids(source)
+    until_cached(tmp_path, 1)
+    ids(source)
+    time.sleep(0.3)
+    assert {path.name for path in other.iterdir()} == {"used.bin"}
+    assert len(cached(tmp_path)) == 1 and 2 * size > 14_000
+
+
+def test_a_limit_below_a_shard_is_said_once_and_windows_are_read_by_range(folder, shards, tmp_path):
+    settings = Dataloader(cache_folder=str(tmp_path), cache_gib=1e-6)
+    notice = _open_dataset("training", "tokens", shards, 256, None, settings)
+    assert notice.startswith("training.dataloader.cache_gib = 1e-06, and s3://")
+    source = opened(shards, tmp_path, gib=1e-6)
+    assert ids(source) == ids(ShardSource("training", folder, 256, 0))
+    time.sleep(0.2)
+    assert not cached(tmp_path)
+    whole = Dataloader(cache_folder=str(tmp_path))
+    assert not _open_dataset("training", "tokens", shards, 256, None, whole)
+
+
+def test_prepare_puts_the_same_shards_and_the_manifest_last(
+    folder, url, proxy, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(preparing, "UNIT_BYTES", 4000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["data", "prepare", str(folder.parent), "--out", url]
+    proxy.rule = lambda method, path: (
+        {"status": 403} if method == "PUT" and "shard-000004.bin" in path else None
+    )
+    assert main(command) == 2
+    assert MANIFEST not in list_folder(place(url))
+    proxy.rule = lambda method, path: None
+    assert main(command) == 0
+    assert proxy.log[-1][0] == "PUT" and proxy.log[-1][1].endswith(MANIFEST)
+    written = {name: read(path) for name, path in list_folder(place(url)).items()}
+    assert written == {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    assert not [*tmp_path.glob("titanlite/preparing-*/shard-*")]
+    assert main(command) == 0
+    assert "is already prepared" in capsys.readouterr().err
+    assert main(["data", "show", url]) == 0
+    assert "from token" in capsys.readouterr().out
+    (folder.parent / "9.txt").write_text("more")
+    try:
+        assert main(command) == 2
+    finally:
+        (folder.parent / "9.txt").unlink()
+    assert "holds other data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dataset", "path", "line"),
+    [
+        ("text", "s3://bucket/text", "must be a folder here"),
+        ("tokens", "hf://buckets/me/x", "legal: a folder here, or s3://"),
+        ("tokens", "s3://", "legal: a folder here, or s3://"),
+    ],
+)
+def test_other_urls_are_refused_by_the_config(dataset, path, line):
+    with pytest.raises(ConfigError) as caught:
+        job([*TINY, f"--training.dataset={dataset}", f"--training.dataset_path={path}"], world=1)
+    assert f'training.dataset_path = "{path}"' in str(caught.value) and line in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["no bucket", "no manifest", "no key", "cache"])
+def test_what_is_wrong_is_one_line_that_names_the_key(case, url, proxy, monkeypatch, tmp_path):
+    line, cache = f"{url} has no manifest.json of `titanlite data prepare`", ""
+    if case == "no bucket":
+        url, line = "s3://nobody/shards", "s3://nobody: there is no such bucket"
+    elif case == "no key":
+        for name in credentials(0):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        line = f"s3://{BUCKET}: no credentials: set AWS_ACCESS_KEY_ID"
+    elif case == "cache":
+        place(url).bucket.put(f"{place(url).key}/{MANIFEST}", [b'{"fingerprint": ""}'], 0)
+        (tmp_path / "file").write_text("")
+        line, cache = "training.dataloader.cache_folder: ", str(tmp_path / "file")
+    with pytest.raises(UserError) as caught:
+        opened(url, cache)
+    assert str(caught.value).startswith(f"training.dataset_path: {line}")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,90 @@
+"""The real command on token shards of a store: the losses of a run on a folder, whatever is cached
+when, and a mistake is refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TINY
+from tests.launch.run import finish, records, start
+from tests.stores.server import credentials
+from tests.stores.test_shards import cached, folder, put
+
+__all__ = ["folder"]
+STEPS = 20
+ARGV = [
+    *TINY,
+    "--training.dataset=tokens",
+    "--checkpoint.enable",
+    "--checkpoint.interval=10",
+    "--metrics.log_freq=1",
+    "--lr_scheduler.total_steps=20",
+    "--debug.seed=1",
+]
+
+
+def train(path: object, out: Path, port: int, *more: str) -> tuple[int, str]:
+    argv = [*ARGV, f"--training.dataset_path={path}", *more]
+    here = {"XDG_CACHE_HOME": str(out.parent / "user"), **credentials(port)}
+    return finish(start(argv, out, NGPU="2", **here))
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(each["step"], each["loss"]) for each in records(out) if "loss" in each]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 2])
+def test_losses_are_those_of_a_folder_cold_caching_and_cached_and_resumed_in_each(
+    workers, folder, url, proxy, tmp_path
+):
+    more = [f"--training.dataloader.num_workers={workers}", f"--training.steps={STEPS}"]
+    put(folder, url)
+    code, out = train(folder, tmp_path / "local", proxy.port, *more)
+    assert code == 0, out
+    expected = losses(tmp_path / "local")
+    assert len(expected) == STEPS
+    cache = tmp_path / "cache"
+    caching = f"--training.dataloader.cache_folder={cache}"
+    for name, keys in {"cold": [], "caching": [caching], "cached": [caching]}.items():
+        own = tmp_path / name
+        assert train(url, own, proxy.port, *more, *keys, "--training.steps=10")[0] == 0
+        assert (len(cached(cache)) == 8) == (name != "cold")
+        code, out = train(url, own, proxy.port, *more, *keys)
+        assert code == 0 and losses(own) == expected, out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["no bucket", "no manifest", "no key", "no answer"])
+def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
+    here, line = credentials(proxy.port), f"{url} has no manifest.json"
+    if case == "no bucket":
+        url, line = "s3://nobody/shards", "s3://nobody: there is no such bucket"
+    elif case == "no key":
+        here |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
+        line = "set AWS_ACCESS_KEY_ID"
+    elif case == "no answer":
+        here, line = credentials(1), "nobody listens there"
+    argv = [*ARGV, f"--training.dataset_path={url}"]
+    code, out = finish(start(argv, tmp_path / "run", NGPU="1", **here))
+    assert code == 2 and "training.dataset_path: s3://" in out and line in out
+    assert "Traceback" not in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_shard_that_changes_under_a_run_ends_it_with_its_name(folder, url, proxy, tmp_path):
+    put(folder, url)
+    met = list[str]()
+
+    def rule(method: str, path: str) -> dict[str, int] | None:
+        if path.endswith(".bin"):
+            met.append(path)
+        return {"status": 404} if len(met) > 60 and path.endswith("3.bin") else None
+
+    proxy.rule = rule
+    more = ["--training.steps=2000", "--fault.max_restarts=0"]
+    code, out = train(url, tmp_path / "run", proxy.port, *more)
+    assert code not in (0, 2) and f"{url}/shard-000003.bin" in out
