@@ -61,8 +61,8 @@ the first hour, what was left: 2,340 (1,000) for trackers, plots in the terminal
 progress.
 models and data that people bring: 6,226 of 3,000, for transformers' classes and formats of data
 1,500, for LoRA 2,030, for chats 2,004, for `data show` of any data 692.
-object stores: 4,970 of 5,000, for the mirror and copies; nothing is left for checkpoint.folder and
-shards by URL.
+object stores: 4,970 of 5,000, for the mirror and copies; 2,500 more for token shards by URL, whose
+cache is shared by processes; nothing is left for checkpoint.folder.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines.
 rings 1 and 2: what the issue of rings allows.
 """

@@ -34,14 +34,14 @@ class Windows(Dataset[np.ndarray]):
         masked: bool = False,
         weights: tuple[float, ...] = (1.0,),
         fingerprint: str = "",
-        each: Callable[..., None] = in_turn,
     ) -> None:
         self._sources = sources
         self._seq_len = seq_len
         self._rows = 4 if masked else 2
         self.repeat = repeat
         self.fingerprint = fingerprint
-        self._each = each
+        self.each: Callable[..., None] = in_turn
+        """Calls a function for the windows of a batch."""
         self._orders = [Order(source.samples, seed + n) for n, source in enumerate(sources)]
         self._mixture = Mixture(weights) if len(sources) > 1 else None
         self.samples = sum(source.samples for source in sources)
@@ -52,7 +52,7 @@ class Windows(Dataset[np.ndarray]):
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
         """Return a batch as one array (see MicroBatch); torch's data loader calls this name."""
         batch = np.empty((len(indices), self._rows, self._seq_len), dtype=np.int64)
-        self._each(self._fill, batch, indices)
+        self.each(self._fill, batch, indices)
         return batch
 
     def _fill(self, out: np.ndarray, index: int) -> None:
@@ -117,7 +117,7 @@ def _open(
         if part.dataset == "chat":
             windows[-1] = Trained(windows[-1])
     weights = tuple(part.weight for part in parts)
-    return Windows(
+    data = Windows(
         windows,
         seq_len,
         seed,
@@ -125,5 +125,6 @@ def _open(
         masked=masked,
         weights=weights,
         fingerprint=identify(sources, weights, seq_len, training.packing),
-        each=each_of(sources),
     )
+    data.each = each_of(sources)
+    return data
