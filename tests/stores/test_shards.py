@@ -19,7 +19,7 @@ from tests.jobs import TINY, job
 from tests.stores.server import BUCKET, credentials
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
-from titanlite.config.schema import Dataloader
+from titanlite.config.schema import Dataloader, Training
 from titanlite.data import prepare as preparing
 from titanlite.data import remote
 from titanlite.data.shards import MANIFEST, ShardSource
@@ -253,15 +253,18 @@ def test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go(sha
 
 
 def test_a_limit_below_a_shard_is_said_once_and_windows_are_read_by_range(folder, shards, tmp_path):
-    settings = Dataloader(cache_folder=str(tmp_path), cache_gib=1e-6)
-    notice = _open_dataset("training", "tokens", shards, 256, None, settings)
+    def notice_of(**settings) -> str:
+        dataloader = Dataloader(cache_folder=str(tmp_path), **settings)
+        training = Training(dataset="tokens", dataset_path=shards, dataloader=dataloader)
+        return _open_dataset("training", training, training, 256, None)
+
+    notice = notice_of(cache_gib=1e-6)
     assert notice.startswith("training.dataloader.cache_gib = 1e-06, and s3://")
     source = opened(shards, tmp_path, gib=1e-6)
     assert ids(source) == ids(ShardSource("training", folder, 256, 0))
     time.sleep(0.2)
     assert not cached(tmp_path)
-    whole = Dataloader(cache_folder=str(tmp_path))
-    assert not _open_dataset("training", "tokens", shards, 256, None, whole)
+    assert not notice_of()
 
 
 def test_prepare_puts_the_same_shards_and_the_manifest_last(
@@ -284,7 +287,7 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
     assert main(command) == 0
     assert "is already prepared" in capsys.readouterr().err
     assert main(["data", "show", url]) == 0
-    assert "from token" in capsys.readouterr().out
+    assert "window 1: " in capsys.readouterr().out
     (folder.parent / "9.txt").write_text("more")
     try:
         assert main(command) == 2
