@@ -15,7 +15,7 @@ from tests.jobs import TINY, run_to_end
 from titanlite.cli import main
 from titanlite.data.chat import BEGIN, END, READ_ONLY, ChatTokenizer
 from titanlite.data.packing import IGNORED, LABELS, TOKENS, Concatenated, Packed
-from titanlite.data.sources import open_source
+from titanlite.data.sources import find_documents, open_source
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.trained import Trained
 from titanlite.errors import UserError
@@ -249,3 +249,11 @@ def test_data_show_has_documents_apart_and_what_is_trained_in_brackets(tmp_path,
     np.arange(300, 400, dtype=np.uint16).tofile(tmp_path / "c.npy")
     assert main(["data", "show", str(tmp_path / "c.npy"), "--training.seq_len=4", "--n=1"]) == 0
     assert " ⟦ " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "more.parquet"])
+def test_a_file_that_holds_no_chats_is_named(tmp_path, name):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
+    (tmp_path / name).write_text("hello")
+    with pytest.raises(UserError, match=f"{name} holds no chats: they are lines of .jsonl"):
+        find_documents("training", "chat", str(tmp_path))

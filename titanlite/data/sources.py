@@ -33,10 +33,15 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
     """
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
-    if name in ("text", "chat"):
-        if name == "chat" and text_key == "text":
-            text_key = "messages"
+    if name == "text":
         return replace(text_files(f"{key}.dataset_path", path, path), text_key=text_key)
+    if name == "chat":
+        chats = text_files(f"{key}.dataset_path", path, path)
+        others = [name for name in chats.names if not name.endswith((".jsonl", ".jsonl.gz"))]
+        if others:
+            why = f"{others[0]} holds no chats: they are lines of .jsonl or .jsonl.gz files"
+            raise UserError(why, f"{key}.dataset_path", path)
+        return replace(chats, text_key="messages" if text_key == "text" else text_key)
     if name == "tokens":
         return None
     hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
