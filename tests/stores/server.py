@@ -76,7 +76,8 @@ class FaultProxy:
     """An HTTP proxy. `rule(method, path)` returns what goes wrong with a request, if anything:
     {"status": 503, "text": body of the answer}, {"lose": True} (done, and the answer dropped),
     {"cut": bytes of the request's body}, {"short": bytes of the answer's body that arrive},
-    {"hang": seconds}, {"flip": byte of the answer's body}, {"rate": bytes a second}.
+    {"hang": seconds}, {"flip": byte of the answer's body}, {"rate": bytes a second}, {"pace": bytes
+    of the answer a second}.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -104,8 +105,12 @@ class FaultProxy:
             if "hang" not in fault and len(body) == size:
                 answer = await self._answer(head, body, fault)
                 if answer and not fault.get("lose"):
-                    writer.write(answer)
-                    await writer.drain()
+                    pace = fault.get("pace", 0)
+                    step = pace // 10 or len(answer)
+                    for start in range(0, len(answer), step):
+                        writer.write(answer[start : start + step])
+                        await writer.drain()
+                        await asyncio.sleep(0.1 if pace else 0)
                     writer.close()
                     await writer.wait_closed()
         writer.transport.abort()

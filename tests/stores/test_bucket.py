@@ -53,6 +53,28 @@ def test_a_store_that_never_answers_is_given_up(proxy, url, tmp_path, monkeypatc
     assert "no answer in time (asked to list)" in str(caught.value)
 
 
+def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
+    """As one request a file of 3 s had failed: all tries together have 2 s."""
+    monkeypatch.setattr(bucket, "_TIMEOUT", "1s")
+    monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
+    path = place(url, patience=1) / "large"
+    content = os.urandom(6 << 20)
+    path.bucket.put(path.key, [content], len(content))
+    proxy.rule = lambda method, path: {"pace": 2 << 20} if method == "GET" else None
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(url, proxy, monkeypatch):
+    monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
+    path = place(url) / "large"
+    path.bucket.put(path.key, [bytes(3 << 20)], 3 << 20)
+    blocks = path.bucket.blocks(path.key)
+    next(blocks)
+    path.bucket.put(path.key, [os.urandom(3 << 20)], 3 << 20)
+    with pytest.raises(BucketError, match="large changed while it was read"):
+        next(blocks)
+
+
 def test_parts_grow_with_the_file_so_that_ten_thousand_are_enough(proxy, url):
     blocks = [bytes(1 << 20)] * 20
     for size, parts in ((20 << 20, 2), (1 << 40, 1)):
