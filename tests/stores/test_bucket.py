@@ -54,11 +54,11 @@ def test_a_store_that_never_answers_is_given_up(proxy, url, tmp_path, monkeypatc
 
 
 def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
-    """As one request a file of 3 s had failed: all tries together have 2 s."""
-    monkeypatch.setattr(bucket, "_TIMEOUT", "1s")
-    monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
+    """As one request a file of 4 s fails: all tries together have 3 s."""
+    monkeypatch.setattr(bucket, "_TIMEOUT", "2s")
+    monkeypatch.setattr(bucket, "_RANGE", 1 << 18)
     path = place(url, patience=1) / "large"
-    content = os.urandom(6 << 20)
+    content = os.urandom(8 << 20)
     path.bucket.put(path.key, [content], len(content))
     proxy.rule = lambda method, path: {"pace": 2 << 20} if method == "GET" else None
     assert path.read_bytes() == content
