@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import queue
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO
 from titanlite.data.shards import HEADER_BYTES, MANIFEST, TOKENIZER_FILES, Shard, parse_manifest
 from titanlite.errors import OK, RunFailed, UserError, print_notice
 from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, Unreachable, place
+from titanlite.runtime.bucket import BucketError, in_own_process, place
 
 _PATIENCE_SECONDS = 5  # at a start
 _PART = 16 << 20
@@ -46,13 +45,7 @@ def folder_of(key: str, path: str, cache_folder: str) -> Path:
 
 @cache
 def _fetch_index(url: str, cache_folder: str) -> Path:
-    # In a process of its own: a launcher forks, and may open no bucket.
-    command = [sys.executable, "-m", "titanlite.data.remote", url, cache_folder]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        kind = RunFailed if result.returncode == Unreachable.code else UserError
-        raise kind(result.stderr.strip().removeprefix("titanlite: "))
-    return Path(result.stdout.strip())
+    return Path(in_own_process("titanlite.data.remote", url, cache_folder))
 
 
 def main(url: str, cache_folder: str) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -29,7 +27,7 @@ from titanlite.config.schema import JobConfig, Training
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
-from titanlite.runtime.bucket import Unreachable
+from titanlite.runtime.bucket import BucketError, Unreachable, in_own_process
 
 if TYPE_CHECKING:
     from torch import nn
@@ -240,16 +238,13 @@ def _check_mirror(config: JobConfig) -> None:
     settings = config.checkpoint
     if not settings.enable or not settings.mirror:
         return
-    # In a process of its own: this one forks.
-    command = [sys.executable, "-m", "titanlite.runtime.bucket", settings.mirror]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if not result.returncode:
-        return
-    line = f"checkpoint.mirror: {result.stderr.strip().removeprefix('titanlite: ')}"
-    if result.returncode == Unreachable.code and committed(checkpoint_root(config)):
+    try:
+        in_own_process("titanlite.runtime.bucket", settings.mirror)
+    except BucketError as error:
+        line = f"checkpoint.mirror: {error}"
+        if not (isinstance(error, Unreachable) and committed(checkpoint_root(config))):
+            raise UserError(line) from None
         say(f"titanlite: {line}; going on with the checkpoints of the folder")
-    else:
-        raise UserError(line)
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:

@@ -9,6 +9,7 @@ parent.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -319,8 +320,19 @@ def check(url: str, patience: float = 5) -> None:
         raise
 
 
+def in_own_process(module: str, *arguments: str) -> str:
+    """Run a module that uses a store, for a launcher, which forks; return what it prints."""
+    result = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True
+    )
+    if result.returncode:
+        kind = Unreachable if result.returncode == Unreachable.code else BucketError
+        raise kind(result.stderr.strip().removeprefix("titanlite: "))
+    return result.stdout.strip()
+
+
 def main(url: str) -> int:
-    """Check a store in a process of its own, since a launcher forks."""
+    """Check a store, and print what is wrong."""
     try:
         check(url)
     except BucketError as error:
