@@ -40,6 +40,21 @@ def credentials(port: int) -> dict[str, str]:
     }
 
 
+def mistake(case: str, url: str, port: int, home: object) -> tuple[str, dict[str, str], str]:
+    """Return a URL, an environment and the line that says what is wrong with them; of another case
+    than these, what is right and no line.
+    """
+    here = credentials(port)
+    if case == "no bucket":
+        return "s3://nobody/run", here, "s3://nobody: there is no such bucket"
+    if case == "no key":
+        lacking = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(home)}
+        return url, here | lacking, "set AWS_ACCESS_KEY_ID"
+    if case == "no answer":
+        return url, credentials(1), "nobody listens there"
+    return url, here, ""
+
+
 @contextmanager
 def moto() -> Iterator[int]:
     """Run the server with an empty bucket; yield its port."""

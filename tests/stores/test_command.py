@@ -15,7 +15,7 @@ import pytest
 import titanlite
 from tests.jobs import TINY, job
 from tests.launch.run import descendants, finish, records, start
-from tests.stores.server import credentials
+from tests.stores.server import credentials, mistake
 from titanlite.checkpoint.load import load_tensors
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
@@ -112,15 +112,8 @@ def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["no bucket", "read only", "no key", "no answer"])
 def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
-    here = credentials(proxy.port)
-    line = "the credentials do not allow this (or are wrong) (Injected) (asked to write)"
-    if case == "no bucket":
-        url, line = "s3://nobody/run", "s3://nobody: there is no such bucket"
-    elif case == "no key":
-        here |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
-        line = "set AWS_ACCESS_KEY_ID"
-    elif case == "no answer":
-        here, line = credentials(1), "nobody listens there"
+    url, here, line = mistake(case, url, proxy.port, tmp_path)
+    line = line or "the credentials do not allow this (or are wrong) (Injected) (asked to write)"
     proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
     argv = [*ARGV, f"--checkpoint.mirror={url}"]
     code, out = finish(start(argv, tmp_path / "run", NGPU="1", **here))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.launch.run import finish, records, start
-from tests.stores.server import credentials
+from tests.stores.server import credentials, mistake
 from tests.stores.test_shards import cached, folder, put
 
 __all__ = ["folder"]
@@ -60,14 +60,8 @@ def test_losses_are_those_of_a_folder_cold_caching_and_cached_and_resumed_in_eac
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["no bucket", "no manifest", "no key", "no answer"])
 def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
-    here, line = credentials(proxy.port), f"{url} has no manifest.json"
-    if case == "no bucket":
-        url, line = "s3://nobody/shards", "s3://nobody: there is no such bucket"
-    elif case == "no key":
-        here |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
-        line = "set AWS_ACCESS_KEY_ID"
-    elif case == "no answer":
-        here, line = credentials(1), "nobody listens there"
+    url, here, line = mistake(case, url, proxy.port, tmp_path)
+    line = line or f"{url} has no manifest.json"
     argv = [*ARGV, f"--training.dataset_path={url}"]
     code, out = finish(start(argv, tmp_path / "run", NGPU="1", **here))
     assert code == 2 and "training.dataset_path: s3://" in out and line in out
