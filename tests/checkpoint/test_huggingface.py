@@ -941,9 +941,11 @@ def test_tokenizer_files_are_exported(tmp_path):
         str(tmp_path / "tokenizer.json")
     )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     found = documents({}, torch.float32, JsonTokenizer(tmp_path))
     assert found["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
     assert found.keys() == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "tokenizer.json",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jinja2.exceptions import SecurityError
 
 from tests.jobs import TINY, run_to_end
 from titanlite.cli import main
@@ -155,8 +154,9 @@ def test_the_loss_is_over_the_trained_tokens_on_every_mesh_and_after_a_resume(po
     argv += ["--checkpoint.interval=2", "--training.steps=4", "--debug.seed=1"]
     found = {}
     for name, (world, more) in LAYOUTS.items():
-        pool.run(run_to_end, [*argv, more], str(tmp_path / name), world=world)
+        rank = pool.run(run_to_end, [*argv, more], str(tmp_path / name), world=world)[0]
         found[name] = losses(tmp_path / name)
+        assert any("found as what a turn adds" in line for line in rank["start"]), "no launcher"
         assert len(found[name]) == 4
         assert found[name] == pytest.approx(found["1"], rel=1e-5), name
     begun = [*argv[:-3], "--training.steps=2", "--debug.seed=1", "--lr_scheduler.total_steps=4"]
@@ -180,8 +180,6 @@ def test_the_debug_config_runs_anywhere_and_learns_its_answers(tmp_path):
 def test_a_template_can_run_no_code(tmp_path):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = ChatTokenizer(folder(tmp_path, attack))
-    with pytest.raises(SecurityError):
-        tokenizer._render(CHAT)
     with pytest.raises(UserError, match="template fails: access to attribute '__class__'"):
         tokenizer.texts(CHAT)
     with pytest.raises(UserError, match="template fails: access to attribute 'append'|unsafe"):
@@ -194,11 +192,11 @@ def test_a_template_can_run_no_code(tmp_path):
         ("", CHAT, "no chat template there, in chat_template.jinja or tokenizer_config.json"),
         ("{% for %}", CHAT, "the chat template is none: "),
         ("{{ raise_exception('only tools') }}", CHAT, "the chat template fails: only tools"),
-        ("{{ strftime_now('%d') }}", CHAT, "today's date would make other data every day"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", CHAT, "loses the message"),
         (PLAIN, CHAT[:1], "chats.jsonl: line 1: no message of the assistant"),
         (PLAIN, "hello", 'line 1: "hello" is not a list of'),
         (PLAIN, [{"role": "assistant", "content": 3}], "is not a list of"),
+        (PLAIN, [{"role": "assistant", "content": [{"type": "image"}]}], "is not a list of"),
         (PLAIN, [{"role": "assistant", "content": "\ud83d"}], "half of a surrogate pair"),
     ],
 )
@@ -226,13 +224,33 @@ def test_a_missing_column_and_another_one_are_named(tmp_path):
 def test_a_template_that_ends_no_turn_or_has_a_date_is_told(tmp_path):
     no_end = PLAIN.replace("<|im_end|>", "")
     assert "will not learn to stop" in ChatTokenizer(folder(tmp_path, no_end)).describe()
-    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + PLAIN
-    tokenizer = ChatTokenizer(folder(tmp_path, dated))
-    assert "its date is not today's" in tokenizer.describe()
+    tokenizer = ChatTokenizer(folder(tmp_path, "{{ strftime_now('%d %B %Y') }}" + PLAIN))
+    assert "its date is always 2025-01-01, not today's" in tokenizer.describe()
+    assert tokenizer.texts(CHAT)[0].startswith("01 January 2025<|im_start|>")
     assert "will not learn" not in tokenizer.describe()
+    other_end = PLAIN.replace("<|im_end|>", "<|im_start|>")
+    told = "stops at <|endoftext|>, but a turn ends with <|im_start|>"
+    assert told in ChatTokenizer(folder(tmp_path, other_end)).describe()
     prompt = PLAIN.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif")
     assert "ends in '<think>', which no" in ChatTokenizer(folder(tmp_path, prompt)).describe()
     assert BEGIN not in tokenizer._render(CHAT) and END not in tokenizer._render(CHAT)
+
+
+def test_text_in_parts_is_one_text_and_a_template_gets_the_form_that_it_takes(tmp_path):
+    parts = [{"type": "text", "text": "how are you"}, {"type": "text", "text": " 漢字 👍🏽"}]
+    in_parts = [CHAT[0], {**CHAT[1], "content": parts}, *CHAT[2:]]
+    assets = folder(tmp_path, PLAIN)
+    expected = trained_text(assets, CHAT)
+    assert trained_text(assets, in_parts) == expected
+    for lossy in ("m.content[0].text", "m.content | map(attribute='text') | join"):
+        assets = folder(tmp_path, PLAIN.replace("m.content", f"({lossy})"))
+        assert trained_text(assets, CHAT) == trained_text(assets, in_parts) == expected
+
+
+def test_a_question_is_put_into_the_template_as_chats_are(tmp_path):
+    tokenizer = ChatTokenizer(folder(tmp_path, PLAIN))
+    prompt = tokenizer.prompt(CHAT[:1])
+    assert tokenizer.texts(CHAT)[0].replace(BEGIN, "").startswith(prompt + CHAT[1]["content"])
 
 
 def test_data_show_has_documents_apart_and_what_is_trained_in_brackets(tmp_path, capsys):

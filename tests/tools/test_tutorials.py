@@ -19,6 +19,10 @@ SHORT = " ".join(
 )
 PROOFS = {
     "own-text": r"shard: shards|run/checkpoint/step-4|\nThe ",
+    "fine-tuning": r"step-0, .*\n(.*\n){3}Paris\.\n|⟦That is Paris, on the Seine\.<.im_end.>⟧|"
+    r"step-80, .*\n(.*\n){3}That is Paris, on the Seine\.\n|"
+    r"step-80, .*\n(.*\n){3}That is Vienna, on the Danube\.\n|exported step 80: adapters|"
+    r"assistant\nThat is Rome, on the Tiber\.<.im_end.>",
     "new-model": r"layers\.\*\.scale|1 passed",
     "cluster": "4 reached|resumed step 4 |step 6 reached|It fits: |step 8 reached|wrote curves",
 }
@@ -33,7 +37,10 @@ def script(page: str) -> str:
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         name, _, text = block.partition("\n")
         lines.append(f"cat > {name[2:]} <<'END'\n{text}END" if kind else block)
-    text = re.sub(r"(titanlite train [^&\n]*)", rf"\1 {SHORT} ", "\n".join([*lines, "wait"]))
+    text = "\n".join([*lines, "wait"])
+    if "ask.py" in page:  # its runs are short, and must learn
+        return text
+    text = re.sub(r"(titanlite train [^&\n]*)", rf"\1 {SHORT} ", text)
     for steps, fewer in {"40": 6, "60": 8}.items():  # a later run goes further
         text = re.sub(f"steps {steps} +--training.steps 4", f"steps {fewer}", text)
     return text
@@ -43,6 +50,8 @@ def script(page: str) -> str:
 @pytest.mark.parametrize("name", PROOFS)
 def test_the_commands_of_a_tutorial_do_their_work(name, tmp_path):
     page = (ROOT / f"docs/tutorial-{name}.md").read_text(encoding="utf-8")
+    if "import AutoModel" in page:
+        pytest.importorskip("transformers")
     (tmp_path / "my-text").mkdir()
     for path in ("my-text/a.txt", "held-out.txt"):
         (tmp_path / path).write_text("The quick brown fox jumps over the lazy dog. " * 99)

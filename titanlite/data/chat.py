@@ -1,12 +1,14 @@
 """Turn chats into token ids by the tokenizer's own template, and say which the assistant wrote.
 
-A template is a stranger's program: jinja2's sandbox runs it, without a clock. What the assistant
-says is found by the template's own marks, {% generation %}, or else is what a turn adds to the chat
-before it. Where later turns change an earlier one, every turn is a sample.
+A template is a stranger's program: jinja2's sandbox runs it, and its clock stands still. What the
+assistant says is found by the template's own marks, {% generation %}, or else is what a turn adds
+to the chat before it. Where later turns change an earlier one, every turn is a sample.
 """
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
@@ -25,6 +27,8 @@ READ_ONLY = 1 << 31
 """Added to the id of a token that is read and not predicted."""
 BEGIN, END = "\udc00", "\udc01"
 """Around what is trained: halves of surrogate pairs, which no text has."""
+TODAY = datetime(2025, 1, 1)
+"""For templates: the real date would make other data every day."""
 
 
 class Generation(Extension):
@@ -49,6 +53,7 @@ class ChatTokenizer(JsonTokenizer):
             why = "chats need a tokenizer with a chat template: a folder in model.hf_assets_path"
             raise UserError(why)
         super().__init__(Path(assets))
+        self._eos = self._backend.id_to_token(self.end)
         self.end = -1  # a chat ends without a token of its own
         self.vocab_size += READ_ONLY
         self._backend.post_processor = None  # the template writes all special tokens
@@ -61,6 +66,8 @@ class ChatTokenizer(JsonTokenizer):
             if name.endswith("_token")
         }
         self.fingerprint = fingerprint(f"{self.fingerprint} {self._special} {source}")
+        # Templates of models that see images may take no string, or lose it without a word.
+        self._in_parts = not self._keeps_text() and self._keeps_text(in_parts=True)
 
     def describe(self) -> str:
         """Say how what is trained is found, and what the template lacks; a short chat shows it."""
@@ -75,35 +82,39 @@ class ChatTokenizer(JsonTokenizer):
         else:
             how = "as what a turn adds (a sample a turn where a later one changes it)"
         tail = last.rpartition(contents[-1])[2].partition(END)[0]
-        special = self._backend.get_added_tokens_decoder().values()
-        if not any(token.content in tail for token in special):
+        special = [token.content for token in self._backend.get_added_tokens_decoder().values()]
+        ends = [token for token in special if token in tail]
+        if not ends:
             how += "; the template ends no turn, so the model will not learn to stop"
-        prompt, _ = _spans(self._render(chat[:-1], prompts=True))
-        text, _ = _spans(last)
+        elif self._eos not in ends:
+            how += f"; generation stops at {self._eos}, but a turn ends with {ends[0]}: name that "
+            how += "as eos_token in tokenizer_config.json"
+        prompt, (text, _) = self.prompt(chat[:-1]), _spans(last)
         if lost := prompt[len(commonprefix([prompt, text])) :]:
             how += f"; its prompt for an answer ends in {lost!r}, which no sample has"
         if self._has_date:
-            how += "; its date is not today's, but the one that it has for a world without a clock"
-        return f"chats are trained on what the assistant says, found {how}"
+            how += f"; its date is always {TODAY.date()}, not today's"
+        return f"trained on what the assistant says, found {how}"
 
     def texts(self, value: Any) -> list[str]:
         """Return the samples of a chat."""
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-        turns = _assistant_turns(value)
-        try:
-            samples = self._samples(value, turns)
-        except Exception as error:  # a template raises any
-            why = first_line(error)
-            if "strftime_now" in why:
-                why += ": today's date would make other data every day; write a date instead"
-            raise UserError(f"the chat template fails: {why}") from None
+        messages = _messages(value)
+        turns = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+        if not turns:
+            raise UserError("no message of the assistant, so there is nothing to train on")
+        samples = self._samples(messages, turns)
         text, _ = _spans(samples[-1])
-        for message in value[: turns[-1] + 1]:
+        for message in messages[: turns[-1] + 1]:
             content = message.get("content") or ""
             # Of earlier turns, templates may leave out the thoughts.
             if content.rpartition("</think>")[2].strip() not in text:
                 raise UserError(f"the chat template loses the message {content[:40]!r}")
         return samples
+
+    def prompt(self, messages: list[Any]) -> str:
+        """Return the text of a chat that waits for the assistant's answer."""
+        return _spans(self._render(messages, prompts=True))[0]
 
     def encode_batch(self, texts: list[str]) -> Iterator[Any]:
         """Yield the ids of each text; a token is trained if one of its characters is."""
@@ -117,8 +128,22 @@ class ChatTokenizer(JsonTokenizer):
             yield ids
 
     def _render(self, messages: list[Any], prompts: bool = False) -> str:
+        if self._in_parts:
+            messages = [
+                {**each, "content": [{"type": "text", "text": each.get("content") or ""}]}
+                for each in messages
+            ]
         given = {"messages": messages, "add_generation_prompt": prompts, **self._special}
-        return self._template.render(tools=None, documents=None, **given)
+        try:
+            return self._template.render(tools=None, documents=None, **given)
+        except Exception as error:  # a template raises any
+            raise UserError(f"the chat template fails: {first_line(error)}") from None
+
+    def _keeps_text(self, in_parts: bool = False) -> bool:
+        self._in_parts = in_parts
+        with suppress(UserError):
+            return "ping" in self._render([{"role": "user", "content": "ping"}])
+        return False
 
     def _samples(self, messages: list[Any], turns: list[int]) -> list[str]:
         whole = self._render(messages)
@@ -150,19 +175,21 @@ def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return text, spans
 
 
-def _assistant_turns(messages: Any) -> list[int]:
-    """Return which messages are the assistant's."""
-    is_chat = isinstance(messages, list) and all(
-        isinstance(each, dict) and (isinstance(each.get("content"), str) or "tool_calls" in each)
-        for each in messages
-    )
-    if not is_chat:
-        shown = json.dumps(messages)[:40]
-        raise UserError(f'{shown} is not a list of {{"role": …, "content": "…"}}')
-    turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not turns:
-        raise UserError("no message of the assistant, so there is nothing to train on")
-    return turns
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat, a text in parts as one."""
+    found = []
+    try:
+        for message in value:
+            content = message.get("content")
+            if isinstance(content, list):
+                message = {**message, "content": "".join(part["text"] for part in content)}
+            elif not isinstance(content, str) and "tool_calls" not in message:
+                raise TypeError
+            found.append(message)
+    except (AttributeError, KeyError, TypeError):
+        shown = json.dumps(value)[:40]
+        raise UserError(f'{shown} is not a list of {{"role": …, "content": "…"}}') from None
+    return found
 
 
 def _find_template(folder: Path, settings: dict[str, Any]) -> str:
@@ -179,7 +206,7 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _compile(source: str) -> Template:
-    """Compile a template with the names that transformers gives it, but the clock."""
+    """Compile a template with the names that transformers gives it."""
 
     def fail(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -189,7 +216,7 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    sandbox.globals["raise_exception"] = fail
+    sandbox.globals |= {"raise_exception": fail, "strftime_now": TODAY.strftime}
     try:
         return sandbox.from_string(source)
     except TemplateError as error:

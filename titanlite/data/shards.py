@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
-TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+TOKENIZER_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", *TOKENIZER_SETTINGS)
 OPEN_FILES = 16
 """Files of a source that stay open."""
 SCAN_TOKENS = 1 << 24

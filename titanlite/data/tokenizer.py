@@ -14,7 +14,7 @@ from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import plain_text
 from titanlite.data.remote import folder_of
-from titanlite.data.shards import TOKENIZER_FILES, read_manifest
+from titanlite.data.shards import TOKENIZER_SETTINGS, read_manifest
 from titanlite.errors import UserError
 
 
@@ -137,7 +137,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     Tokenizer_config.json overrides the older file.
     """
     settings: dict[str, Any] = {}
-    for name in TOKENIZER_FILES[1:]:
+    for name in TOKENIZER_SETTINGS:
         path = folder / name
         try:
             settings |= json.loads(path.read_bytes()) if path.is_file() else {}

@@ -126,7 +126,6 @@ def _open_dataset(
     key: str, dataset: Any, training: Training, vocab_size: int, tokenizer: Tokenizer | None
 ) -> str:
     """Open a data set, and prepare only chats; return a notice about it, if any."""
-    from titanlite.data.chat import ChatTokenizer
     from titanlite.data.shards import ShardSource
     from titanlite.data.sources import find_documents, open_source
     from titanlite.data.stream import open_stream
@@ -139,11 +138,9 @@ def _open_dataset(
     opening = key, name, path, tokenizer, vocab_size, training.text_key, settings
     documents = find_documents(key, name, path, training.text_key)
     if documents:
-        if name != "chat" or not tokenizer:
-            return documents.notice
-        how = ChatTokenizer(tokenizer.assets).describe()
-        open_source(*opening)  # reads every chat
-        return "; ".join(filter(None, (how, documents.notice)))
+        if name == "chat" and tokenizer:
+            open_source(*opening)  # reads every chat
+        return documents.notice
     source = open_source(*opening)
     assert isinstance(source, ShardSource)
     source.require_whole()

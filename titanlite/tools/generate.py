@@ -31,6 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     options = {
         "--prompt TEXT": "the text to continue",
+        "--chat": "the prompt is a user's question: put it into the chat template of the tokenizer",
         "--tokens N": "tokens to generate",
         "--temperature T": "sampling temperature; 0 = greedy",
         "--samples N": (samples, positive_int, 1),
@@ -58,6 +59,12 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.train.generate import generate
 
     device, settings = pick_device(job.config.job.device, 0), job.config.generate
+    if arguments.chat:
+        from titanlite.data.chat import ChatTokenizer
+
+        question = {"role": "user", "content": settings.prompt}
+        text = ChatTokenizer(tokenizer.assets).prompt([question])
+        settings = settings.model_copy(update={"prompt": text})
     if count > 1 and settings.temperature == 0:
         raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
     forward = Forward([load_model(job, folder, device)], device)  # verifies the folder

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import headline
+from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.parallel.dtensor import local_part
@@ -57,6 +58,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         "seed": f"{trainer.seed}"
         + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
+    if any(part.dataset == "chat" for part in training.sources) and trainer.tokenizer:
+        rows["chats"] = ChatTokenizer(trainer.tokenizer.assets).describe()
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
