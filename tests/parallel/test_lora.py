@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from tests.jobs import FLOAT64, TINY, full, job, trainer
+from tests.lanes import sample
 from tests.launch.run import records
 from titanlite import cli
 from titanlite.config.load import ConfigError
 from titanlite.registry.lora import is_adapter
+from titanlite.verify import command
+from titanlite.verify.model_under_test import read_model
+from titanlite.verify.runner import row_runner
+from titanlite.verify.table import Row
 
 LORA = [*TINY, "--lora.rank=3", "--lora.alpha=12", "--optimizer.lr=0.01"]
 LORA += ["--model.overrides.n_kv_heads=2", "--lr_scheduler.warmup_steps=0", "--debug.seed=3"]
@@ -138,3 +143,13 @@ def test_a_trained_base_takes_adapters_and_is_exported_merged_and_for_peft(pool,
     assert "the run has no adapters" in capsys.readouterr().err
     beside = logits(out / "base", tokens, out / "adapters")
     assert (merged - beside).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("layout", sample(("tp2", "dp2", "pp2", "dp2 x tp2"), "tp2"))
+def test_rows_of_verify_prove_the_gradients_of_adapters(pool, layout):
+    model = read_model(["--lora.rank=3", "--lora.dropout=0.5"], {})
+    assert "frozen" not in model.variants and "lora.rank 3" in model.name
+    assert not any(row.extra == "imported" for row in command.table(model).values())
+    with row_runner(model, pool) as run:
+        result = run(Row(layout))
+        assert result.passed and "lora_" in result.what, f"{result.what} {result.error:.1e}"

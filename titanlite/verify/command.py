@@ -44,13 +44,14 @@ DESCRIPTION = """\
 Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
 each row with the plain module in one process: initial values, gradients, their norm, and weights. \
 No GPU is needed.
---optimizer.name of a registered optimizer of your own proves that one, in the rows in float64.
+--optimizer.name of a registered optimizer of your own proves that one, in the rows in float64,
+and --lora.rank adapters.
 The exit code is 0 if all rows are equal, 1 if one is not."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the command's options; of the config keys only [model]'s and optimizer.name are
-    accepted.
+    """Declare the command's options; of the config keys only [model]'s, [lora]'s and
+    optimizer.name are accepted.
     """
     parser.set_defaults(takes_overrides=True)
     parser.description = DESCRIPTION
@@ -179,7 +180,8 @@ def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    has: dict[str, Any] = {"imported": model.spec.hf, "kept whole": model.kept_whole}
+    imported = model.spec.hf and not model.spec.adapters  # which no folder has
+    has: dict[str, Any] = {"imported": imported, "kept whole": model.kept_whole}
     has["large"] = any("vocab_size" in override for override in model.overrides)
     return [row for row in rows if has.get(row.extra, True)]
 

@@ -1,10 +1,10 @@
 """The model under test, from a command line, with its layouts and variants. Imports no torch.
 
-Only [model] is taken from a config; the table sets every other key. All that the flavor calls
+Only [model] and [lora] are taken from a config; the table sets every other key. All that is called
 dropout is set to 0, since masks differ between meshes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +12,9 @@ from typing import Any
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, ConfigFault, load_valid, parse_command_line
-from titanlite.config.schema import Model
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
+from titanlite.registry.lora import Adapters
 from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
 SEQ_LEN = 8
@@ -49,7 +49,7 @@ class ModelUnderTest:
     is set.
     """
     overrides: tuple[str, ...]
-    """Its [model] section, and the name of an optimizer of the user's own."""
+    """Its sections [model] and [lora], and the name of an optimizer of the user's own."""
     spec: ModelSpec
     flavor: Any
     frozen: Sequence[str]
@@ -80,7 +80,9 @@ class ModelUnderTest:
             *(rule.pattern for rule in self.rules if rule.tensor == "embedding"),
         ]
         frozen.append(f"{self.spec.blocks}.{min(1, shape.layers - 1)}.*")
-        variants = {"plain": [], "frozen": [f"--model.freeze={toml_value(frozen)}"]}
+        variants = {"plain": []}
+        if not self.spec.adapters:  # which freeze all else
+            variants["frozen"] = [f"--model.freeze={toml_value(frozen)}"]
         if hasattr(self.flavor, "tied"):
             other = toml_value(not self.flavor.tied)
             variants["untied" if self.flavor.tied else "tied"] = [f"--model.overrides.tied={other}"]
@@ -153,9 +155,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     line = parse_command_line(argv, environ)
     if not environ.get("CONFIG_FILE") and not line.names_files:
         line.files = []  # not the debug config: without --config the defaults of [model] count
-    reason = "is set by the table; only keys of [model] and optimizer.name can be set here"
+    reason = "is set by the table; legal here: keys of [model] and [lora], and optimizer.name"
     for key in line.overrides:
-        if not key.startswith("model.") and key != "optimizer.name":
+        if not key.startswith(("model.", "lora.")) and key != "optimizer.name":
             line.faults.append(ConfigFault(f"--{key}", reason))
     loaded = load_valid(line)
     model = loaded.config.model
@@ -169,10 +171,15 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     if not flavor_given and "vocab_size" in fields:
         overrides = {"vocab_size": ODD_VOCABULARY} | overrides
     model = model.model_copy(update={"overrides": overrides, "hf_assets_path": ""})
-    changed = [(key, value) for key, value in model if value != Model.model_fields[key].default]
-    section = tuple(f"--model.{key}={toml_value(value)}" for key, value in changed)
+    lora = loaded.config.lora.model_copy(update={"dropout": 0.0})
+    section = tuple(
+        f"--{name}.{key}={toml_value(value)}"
+        for name, values in {"model": model, "lora": lora}.items()
+        for key, value in values
+        if value != type(values).model_fields[key].default
+    )
     optimizer = get_optimizer(loaded.config.optimizer.name, model.package)
-    name = f"{model.name} {model.flavor}"
+    name = f"{model.name} {model.flavor}" + f", lora.rank {lora.rank}" * (lora.rank > 0)
     if optimizer.name not in STEPS:
         section += (f"--optimizer.name={optimizer.name}",)
         name += f" with {optimizer.name}"
@@ -183,7 +190,7 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
         name,
         (*modules,),
         section,
-        spec.of(flavor),
+        replace(spec.of(flavor), adapters=Adapters.of(lora)),
         flavor,
         model.freeze,
         *_allowed_layouts(section),
