@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import cleanup, commit
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.runtime import store
 
@@ -104,7 +104,7 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         _around(store, "write", write),
         _around(store, "rename", rename),
         _around(commit, "point_latest", point_latest),
-        _around(commit, "delete", delete),
+        _around(cleanup, "delete", delete),
     ):
         yield
 

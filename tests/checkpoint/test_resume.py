@@ -15,7 +15,14 @@ from tests.checkpoint.test_load import plant
 from tests.data.assets import make_assets
 from tests.jobs import QUIET, job, trainer
 from tests.lanes import sample
-from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, Position, read_state
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    ENVIRONMENT,
+    MANIFEST,
+    Manifest,
+    Position,
+    read_state,
+)
 from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.rules import batch_changes
 from titanlite.checkpoint.source import _has_dropout
@@ -205,6 +212,7 @@ _SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 )
 def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, world, differ, tmp_path):
     before, after = job([*WIDE, *saved], world), job([*WIDE, *now], world)
+    (tmp_path / MANIFEST).write_bytes(Manifest(0, False, {}, {}).render())
     (tmp_path / CONFIG).write_text(to_toml(before.given))
     (tmp_path / ENVIRONMENT).write_text(json.dumps(describe_environment(before, 0, "cpu")))
     lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)

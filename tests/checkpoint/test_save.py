@@ -24,9 +24,9 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_unti
 from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
-from titanlite.checkpoint import commit, manifest
+from titanlite.checkpoint import cleanup, commit, manifest
 from titanlite.checkpoint import folder as checkpoint_folder
-from titanlite.checkpoint.commit import SEEN_BY_ALL
+from titanlite.checkpoint.cleanup import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
     File,
@@ -300,14 +300,14 @@ def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
 def with_slow_writes(argv: list[str], folder: str) -> list[str]:
     """Train with saves of more than a second; return the log."""
     log, lines = keeping_log()
-    run, publish = trainer(argv, folder, log), commit._publish
+    run, publish = trainer(argv, folder, log), store.publish
 
     def publish_late(*args: Any) -> None:
         time.sleep(1.1)
         publish(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "_publish", publish_late)
+        patch.setattr(store, "publish", publish_late)
         run.train()
     return lines
 
@@ -391,7 +391,7 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert steps_to_delete(tmp_path, 2, 0, set()) == [10, 20]
     assert steps_to_delete(tmp_path, 2, 20, set()) == [10]
     assert steps_to_delete(tmp_path, 0, 0, set()) == []
-    commit.delete(tmp_path / "step-10")
+    cleanup.delete(tmp_path / "step-10")
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
 
 
@@ -435,7 +435,7 @@ def test_only_leftovers_are_cleared(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / probe).touch()
     left.append(probe)
-    assert commit.clear_leftovers(tmp_path) == sorted(left)
+    assert cleanup.clear_leftovers(tmp_path) == sorted(left)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
 
 
@@ -464,7 +464,7 @@ def test_retention_looks_once_at_the_files_of_each_step(tmp_path, monkeypatch):
         manifest, "faults", lambda *args, **kw: looked.append(args[0]) or looks(*args, **kw)
     )
     assert steps_to_delete(tmp_path, 2, 0, known) == [10]
-    commit.delete(tmp_path / "step-10")
+    cleanup.delete(tmp_path / "step-10")
     empty(tmp_path, 40)
     assert steps_to_delete(tmp_path, 2, 0, known) == [20]
     assert [folder.name for folder in looked] == ["step-10", "step-20", "step-30", "step-40"]
@@ -472,7 +472,7 @@ def test_retention_looks_once_at_the_files_of_each_step(tmp_path, monkeypatch):
 
 def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
     """Train; return what was still to be deleted when each save ended on this rank."""
-    run, left, delete = trainer(argv, folder), [], commit.delete
+    run, left, delete = trainer(argv, folder), [], cleanup.delete
     write, settings = run.saver._write, run.saver.settings
 
     def slow(folder: Path) -> None:
@@ -488,11 +488,11 @@ def with_slow_deletions(argv: list[str], folder: str) -> list[list[int]]:
         )
 
     run.saver._write = write_and_note  # type: ignore[method-assign]
-    commit.delete = slow
+    cleanup.delete = slow
     try:
         run.train()
     finally:
-        commit.delete = delete
+        cleanup.delete = delete
     return left
 
 
@@ -565,7 +565,7 @@ def heard(folder: str) -> tuple[int, list[int]]:
 def test_a_rank_names_its_file_and_rank_0_hears_a_row_of_each_and_one_table_of_those_alike(
     pool, tmp_path
 ):
-    assert pool.run(heard, str(tmp_path), world=4) == [(0, [1, 4]), *[(0, [0, 1])] * 3]
+    assert pool.run(heard, str(tmp_path), world=4) == [(1, [1, 4]), *[(0, [0, 1])] * 3]
 
 
 def uneven(folder: str) -> bool:

@@ -29,7 +29,7 @@ from tests.launch.run import (
     train,
 )
 from tests.launch.test_nodes import free_port
-from titanlite.checkpoint.resume import take_folder
+from titanlite.checkpoint.status import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
@@ -252,14 +252,15 @@ def test_the_last_lines_fit_the_run(tmp_path):
 
 
 def test_a_finished_run_of_another_model_or_data_set_is_told(tmp_path):
-    (tmp_path / "step-3").mkdir(parents=True)
-    (tmp_path / "step-3/manifest.json").touch()
-    (tmp_path / "step-3/config.toml").write_text(to_toml(job(TINY, world=1).given))
+    saved, tiny = tmp_path / "checkpoint/step-3", [*TINY, f"--job.dump_folder={tmp_path}"]
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    (saved / "config.toml").write_text(to_toml(job(tiny, world=1).given))
     other = job(
-        [*TINY, "--training.dataset=python-stdlib-validation", "--training.steps=2"], world=1
+        [*tiny, "--training.dataset=python-stdlib-validation", "--training.steps=2"], world=1
     )
-    assert _of_another_run(other, tmp_path) == ["training.dataset"]
-    assert _of_another_run(job([*TINY, "--optimizer.lr=1"], world=2), tmp_path) == []
+    assert _of_another_run(other) == ["training.dataset"]
+    assert _of_another_run(job([*tiny, "--optimizer.lr=1"], world=2)) == []
 
 
 def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -92,13 +93,15 @@ class FaultProxy:
     {"status": 503, "text": body of the answer}, {"lose": True} (done, and the answer dropped),
     {"cut": bytes of the request's body}, {"short": bytes of the answer's body that arrive},
     {"hang": seconds}, {"flip": byte of the answer's body}, {"rate": bytes a second}, {"pace": bytes
-    of the answer a second}.
+    of the answer a second}, {"overwrite": True} (as a store without conditions).
     """
 
     def __init__(self, upstream: int) -> None:
         self.upstream = upstream
         self.rule: Callable[[str, str], Fault | None] = lambda method, path: None
         self.log: list[tuple[str, str]] = []
+        self.read = Counter[str]()
+        """Bytes of each object that were asked for."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
@@ -135,11 +138,16 @@ class FaultProxy:
             text = fault.get("text", b"<Error><Code>Injected</Code></Error>")
             length = b"Content-Length: %d" % len(text)
             return b"HTTP/1.1 %d X\r\n%s\r\n\r\n%s" % (fault["status"], length, text)
+        if fault.get("overwrite"):
+            head = re.sub(rb"(?i)\r\nif-(none-)?match:[^\r]*", b"", head)
         upstream, sending = await asyncio.open_connection("127.0.0.1", self.upstream)
         sending.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
         answer, _, content = (await upstream.read(-1)).partition(b"\r\n\r\n")
         sending.close()
         content = bytearray(content)
+        method, path = head.split(b" ", 2)[:2]
+        if method == b"GET" and b"?" not in path:
+            self.read[path.decode()] += len(content)
         if "flip" in fault and len(content) > fault["flip"]:
             content[fault["flip"]] ^= 1
         content = content[: fault.get("short", len(content))]

@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import titanlite
 from tests.jobs import TINY, job
 from tests.launch.run import descendants, finish, records, start
 from tests.stores.server import credentials, mistake
@@ -20,7 +21,7 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.launch.preflight import _check_mirror
+from titanlite.launch.preflight import _check_stores
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder
 
@@ -42,6 +43,17 @@ def until(process, file: Path, least: int) -> None:
     while not file.exists() or int(file.read_text()) < least:
         assert time.monotonic() < deadline and process.poll() is None, finish(process)
         time.sleep(0.02)
+
+
+def titanlite_at(port: int, *arguments: str) -> tuple[int, str]:
+    """Run a command with s3:// at a server's port; return its exit code and output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "titanlite", *arguments],
+        env={**os.environ, **credentials(port)},
+        capture_output=True,
+        text=True,
+    )
+    return result.returncode, result.stdout + result.stderr
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -103,10 +115,10 @@ def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, proxy, tmp_path):
 
 def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_path):
     argv = [*TINY, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
-    _check_mirror(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
+    _check_stores(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
     assert {method for method, _ in proxy.log} == {"GET", "PUT", "POST"}  # list, write, delete
     with pytest.raises(UserError, match="^checkpoint.mirror: s3://nobody: there is no such bucket"):
-        _check_mirror(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
+        _check_stores(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
 
 
 @pytest.mark.long
@@ -127,8 +139,9 @@ def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, ur
     ("key", "value", "line"),
     [
         ("job.dump_folder", "s3://bucket/run", "must be a folder here"),
-        ("checkpoint.folder", "s3://bucket/run", "an object store can be checkpoint.mirror so far"),
-        ("checkpoint.initial_load_path", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
+        ("job.dump_folder", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
+        ("checkpoint.folder", "hf://buckets/me/run", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
+        ("checkpoint.folder", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "hf://buckets/me/run", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "/folder", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
@@ -140,9 +153,52 @@ def test_what_is_not_there_yet_is_refused_by_name(key, value, line):
     assert f'{key} = "{value}"' in str(caught.value) and line in str(caught.value)
 
 
-def test_a_model_is_loaded_from_a_folder_and_a_url_is_told_how(capsys):
+def test_an_export_needs_a_folder_and_says_how(capsys):
     line = "s3://bucket/run: must be a folder here; titanlite checkpoint cp s3://bucket/run FOLDER"
-    with pytest.raises(UserError, match=line):
-        titanlite.load("s3://bucket/run")
-    assert main(["generate", "--checkpoint", "s3://bucket/run"]) == 2
+    assert main(["checkpoint", "export", "s3://bucket/run", "hf"]) == 2
     assert line in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.long
+def test_a_run_without_a_disk_that_is_killed_goes_on_by_the_same_command(url, proxy, tmp_path):
+    here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
+    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]
+    process = start(argv, folder, **here)
+    until(process, folder / ".saved", 30)
+    for pid in [process.pid, *descendants(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(folder)
+    code, out = finish(start(argv, folder, **here))
+    assert code == 0 and f" in {url}" in out and "resuming from the newest" in out
+    assert "run.lock: waiting 30 s to see if pid" in out
+    assert f"saved: {url}/step-{STEPS}" in out
+    code, out = finish(start(argv, folder, **here))
+    assert code == 0 and f"already at step {STEPS}" in out and "give --checkpoint.folder" in out
+    code, _ = finish(start(ARGV, tmp_path / "straight", NGPU="2"))
+    assert code == 0
+    assert losses(folder) == losses(tmp_path / "straight")
+    for command in (["ls"], ["verify"], ["show"], ["cp", "copy"]):
+        verb, *target = command
+        to = [str(tmp_path / name) for name in target]
+        code, out = titanlite_at(proxy.port, "checkpoint", verb, url, *to)
+        assert code == 0 and "damaged" not in out, out
+    ours, theirs = (
+        load_tensors(tmp_path / name / f"step-{STEPS}") for name in ("copy", "straight/checkpoint")
+    )
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    code, out = titanlite_at(proxy.port, "generate", "--checkpoint", url, "--tokens", "4")
+    assert code == 0 and f"{url}/step-{STEPS}" in out
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_is_restarted_from_the_bucket_without_waiting(url, proxy, tmp_path):
+    here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
+    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]
+    process = start(argv, folder, **here)
+    until(process, folder / ".saved", 30)
+    os.kill(max(descendants(process.pid)), signal.SIGKILL)
+    code, out = finish(process)
+    assert code == 0 and f"from {url}/step-" in out and "waiting 30 s" not in out
+    code, out = titanlite_at(proxy.port, "checkpoint", "verify", url)
+    assert code == 0 and f"step-{STEPS}: verified" in out

@@ -6,13 +6,15 @@
                        every rank
     latest             the newest step's name, for people and scripts; updated after the rename
 
+In a bucket, which renames nothing, the files are in step-N/TOKEN/, and the manifest, which names
+TOKEN, is created as step-N/manifest.json.
+
 Nothing is ever written into a committed folder. Each rank's work runs under `run_on_all_ranks`:
 either all ranks continue, or all raise the same error.
 """
 
 import hashlib
 import json
-import re
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, step_folder
+from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, step_folder
 from titanlite.checkpoint.places import (
     TYPES,
     Layout,
@@ -40,11 +42,10 @@ from titanlite.checkpoint.places import (
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import box_of
 from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 T = TypeVar("T")
-SEEN_BY_ALL = ".seen-by-all-"
-"""Prefix of the file that shows whether all ranks share the folder."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Content:
     make_documents: Callable[[list[Any]], dict[str, bytes]]
     """On rank 0, return the files that lie next to the tensors, from the payloads of all ranks."""
     weights_only: bool
+    confirm: Callable[[], object] = object
+    """On rank 0, raise if the run may not commit any more."""
 
 
 def run_on_all_ranks(
@@ -110,17 +113,18 @@ def describe(error: BaseException) -> str:
 def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[Path]:
     """Make an empty folder for all ranks to write into.
 
-    It is deleted if anything fails, since the disk may be full.
+    It is deleted if anything fails, since the disk may be full. In a bucket it stays: the answer
+    to its manifest may have been lost.
     """
     # Without a token, two runs in one folder would mix their bytes.
     token = gather_objects(uuid.uuid4().hex[:8], group)[0]
-    folder = target.with_name(f".{target.name}.{token}.staging")
+    folder = store.staging_folder(target, token)
 
     try:
         run_on_rank_0(group, what, partial(store.make_folder, folder))
         yield folder
     except BaseException:
-        if rank_in(group) == 0:
+        if rank_in(group) == 0 and not is_remote(folder):
             with suppress(OSError):
                 store.delete(folder)
         raise
@@ -133,7 +137,8 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
     saving = f"the save of step {step}"
 
     def begin() -> dict[str, Tensor]:
-        if rank_in(group) == 0 and store.exists(target):
+        mark = target / MANIFEST if is_remote(target) else target
+        if rank_in(group) == 0 and store.exists(mark):
             raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
         return _describe_all(content.tensors)
 
@@ -152,7 +157,14 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         for name, document in content.make_documents(payloads).items():
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
-        _publish(root, staging, Manifest(step, content.weights_only, files, {**tensors}))
+        manifest = Manifest(step, content.weights_only, files, {**tensors})
+        if problems := faults(staging, manifest):
+            raise OSError("; ".join(problems))
+        if staging.parent == target:
+            manifest = replace(manifest, attempt=staging.name)
+        content.confirm()
+        store.publish(staging, target, MANIFEST, manifest.render())
+        point_latest(root, step)
 
     tensors = _agree(run_on_all_ranks(group, saving, begin), group)
     rank = rank_in(group)
@@ -246,55 +258,14 @@ def _write_tensors(
 
     if not regions:
         return None, 0
-    store.write_blocks(path, blocks())
-    # Summed after the write: the checksum is of the file's content, and the disk works meanwhile.
-    file = File(*store.sync_and_sum(path))
+    expected = sum(tensors[name].bytes_of(sizes_of(region)) for name, region in regions.items())
+    file = File(*store.write_and_sum(path, blocks(), expected))
     return file, file.size - len(begin)
-
-
-def _publish(root: Path, staging: Path, manifest: Manifest) -> None:
-    """Write the manifest, rename the folder and update `latest`.
-
-    Rank 0 does so, when every rank has stored its part.
-    """
-    store.write(staging / MANIFEST, manifest.render())
-    for name, file in manifest.files.items():
-        size = store.size(staging / name)
-        if size != file.size:
-            raise OSError(f"{name} has {size} bytes, {file.size} were written")
-    store.publish(staging, step_folder(root, manifest.step))
-    point_latest(root, manifest.step)
 
 
 def point_latest(root: Path, step: int) -> None:
     """Write a step's name into `latest`."""
-    with store.whole_file(root / "latest") as file:
-        file.write(f"step-{step}\n".encode())
-
-
-def delete(folder: Path) -> None:
-    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one.
-
-    If it is a link to another place, such as an archive, only the link is deleted.
-    """
-    deleted = folder.with_name(f".{folder.name}.deleted")
-    store.rename(folder, deleted)
-    if not deleted.is_symlink():
-        store.delete(deleted / MANIFEST)
-    store.delete(deleted)
-
-
-def clear_leftovers(root: Path, what: str = r"(hf-)?step-\d+") -> list[str]:
-    """Delete the leftovers of a killed save, export, deletion or start; return the names."""
-    staging = rf"\.{what}(\.[0-9a-f]{{8}})?\.staging"
-    seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
-    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")
-    leftovers = []
-    for name, path in sorted(store.list_folder(root).items()):
-        if pattern.fullmatch(name):
-            store.delete(path)
-            leftovers.append(name)
-    return leftovers
+    store.replace(root / "latest", f"step-{step}\n".encode())
 
 
 def to_json(value: Any) -> bytes:

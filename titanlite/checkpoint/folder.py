@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: its checks, and the group of ranks that works on it.
+"""The place of a run's checkpoints: its checks, and the group of ranks that works on it.
 
 The group is a gloo group of its own with comm.checkpoint_timeout_seconds: slow storage never runs
 into the training's timeout.
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import cleanup, commit, status, transfer
+from titanlite.checkpoint.lease import Lease, holder_on
 from titanlite.checkpoint.manifest import committed, step_folder
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import checkpoint_root
@@ -20,6 +21,7 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.run_folder import new_archive_folder
 from titanlite.runtime import lock, store
+from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
 
@@ -39,10 +41,47 @@ class CheckpointFolder:
         self.group: dist.ProcessGroup | None = None
         if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
+        self.lease: Lease | None = None
         if self.settings.enable:
-            self._refuse_unusable()
+            if is_remote(self.root):
+                commit.run_on_all_ranks(
+                    self.group, "checkpoint.folder", self._use_bucket, UserError
+                )
+            else:
+                self._refuse_unusable()
             self._clear_leftovers()
         self.mirror = Mirror.of(job.config, log)
+
+    def _use_bucket(self) -> None:
+        """Make sure that this node reaches it; on rank 0, that no other run uses it."""
+        self.root.is_dir()
+        self._has_locks = self.rank_info.rank == 0
+        if self._has_locks:
+            self.lease = Lease(self.root, holder_on(self.rank_info.host), self.log)
+            self.lease.take()
+            transfer.fetch_metrics(self.root, Path(self.job.config.job.dump_folder))
+
+    def confirm(self) -> None:
+        """Raise if another run uses the place by now."""
+        if self.lease:
+            self.lease.confirm()
+
+    def note(self, step: int) -> None:
+        """On rank 0, write down beside the run what its bucket has, for the launcher."""
+        if self.lease:
+            status.note(self.job.config, step)
+            transfer.copy_records(Path(self.job.config.job.dump_folder), self.root)
+
+    def finish(self, seconds: float) -> None:
+        """At the end of a run, wait at most so long for the mirror."""
+        if self.mirror:
+            self.mirror.finish(seconds)
+        self.release()
+
+    def release(self) -> None:
+        """Let the next run use the place."""
+        if self.lease:
+            self.lease.release()
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -61,7 +100,7 @@ class CheckpointFolder:
     def _refuse_unusable(self) -> None:
         """Make the folder; raise UserError if the ranks do not share it."""
         on_rank_0 = self.rank_info.rank == 0
-        name = f"{commit.SEEN_BY_ALL}{uuid.uuid4().hex}"
+        name = f"{cleanup.SEEN_BY_ALL}{uuid.uuid4().hex}"
         probe = self.root / gather_objects(name, self.group)[0]
         if on_rank_0:
             store.make_folder(self.root)
@@ -89,7 +128,7 @@ class CheckpointFolder:
     def _clear_leftovers(self) -> None:
         """On rank 0, delete what a killed run left."""
         # Without locks they may be of a run in progress.
-        if self._has_locks and (cleared := commit.clear_leftovers(self.root)):
+        if self._has_locks and (cleared := cleanup.clear_leftovers(self.root)):
             self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
         dist.barrier(self.group)
 
@@ -98,6 +137,10 @@ class CheckpointFolder:
         before a rewind, out of the folder.
         """
         commit.point_latest(self.root, step)  # a killed run may have left it behind
+        if self.lease:
+            status.note(self.job.config, step)
+            transfer.set_aside(self.root, step, self.log)
+            return
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
@@ -113,7 +156,7 @@ class CheckpointFolder:
 
     def check_space(self, state: TrainingState) -> None:
         """Warn if the disk has no room for the checkpoints that are kept and one being written."""
-        if not self.settings.enable:
+        if not self.settings.enable or is_remote(self.root):
             return
         size = sum(each.numel() * each.element_size() for each in state.tensors().values())
         size = sum(gather_objects(size, state.stages))

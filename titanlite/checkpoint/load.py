@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
+from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -27,7 +28,6 @@ from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
     Manifest,
     Position,
-    committed,
     faults,
     read_manifest,
     read_state,
@@ -42,6 +42,7 @@ from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 
@@ -86,7 +87,7 @@ def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
 
 def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
     """Return the committed steps that rank 0 sees; the other ranks do not list the folder."""
-    return gather_objects(committed(root) if rank_in(group) == 0 else [], group)[0]
+    return gather_objects(transfer.steps(root) if rank_in(group) == 0 else [], group)[0]
 
 
 def _verified(
@@ -108,9 +109,14 @@ def _verify(
     manifest = None
     try:
         manifest = read_manifest(folder)
-        contents = manifest.files if full else [STATE, CONFIG, ENVIRONMENT]
-        share = slice(dist.get_rank(group), None, dist.get_world_size(group))
+        is_local = not is_remote(folder)
+        contents = manifest.files if full and is_local else [STATE, CONFIG, ENVIRONMENT]
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        share = slice(rank, None, ranks)
         problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
+        if full and not is_local and not problems:
+            with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
+                pass  # verified; `_read` finds it there
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     problems = sorted({problem for part in gather_objects(problems, group) for problem in part})
@@ -236,17 +242,19 @@ def _read(
                         f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
                     )
                 wanted[chunk.file].append((name, own, chunk))
-        for file_name, chunks in wanted.items():
-            path = folder / file_name
-            is_listed = manifest.format == 1
-            opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
-            with opened as file:
-                for name, own, chunk in chunks:
-                    stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
-                    _fill(local_part(tensors[name]), own, stored, chunk)
+        is_listed = manifest.format == 1
+        with transfer.fetched(folder, manifest, wanted) as source:
+            for file_name, chunks in wanted.items():
+                path = source / file_name
+                opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
+                with opened as file:
+                    for name, own, chunk in chunks:
+                        stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
+                        _fill(local_part(tensors[name]), own, stored, chunk)
 
     with torch.no_grad():
         run_on_all_ranks(group, f"reading {folder}", read)
+    transfer.forget(folder, manifest)
 
 
 def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:

@@ -52,12 +52,15 @@ class Manifest:
     files: dict[str, File]
     tensors: dict[str, Tensor | ListedTensor]
     format: int = FORMAT
+    attempt: str = ""
+    """The folder beside the manifest that has the files, where a run saves into a bucket."""
 
     def render(self) -> bytes:
         """Return the manifest's file in the one form that is accepted: any other byte in it is
         damage.
         """
-        body = json.dumps(vars(self), default=vars, separators=(",", ":"), sort_keys=True).encode()
+        fields = {key: value for key, value in vars(self).items() if key != "attempt" or value}
+        body = json.dumps(fields, default=vars, separators=(",", ":"), sort_keys=True).encode()
         return b"%s%s}\n" % (_HEAD % zlib.crc32(body), body)
 
     @property
@@ -173,6 +176,7 @@ def faults(
     """
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]
+    folder = folder / manifest.attempt
     problems, present = list[str](), store.list_folder(folder)
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
@@ -194,7 +198,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Read state.json: the run's position, the positions of streams, and the optimizer's
     scalars.
     """
-    return json.loads(store.read(folder / STATE))
+    return json.loads(read_document(folder, STATE))
+
+
+def read_document(folder: Path, name: str) -> bytes:
+    """Read a file that lies beside the tensors."""
+    return store.read(folder / read_manifest(folder, outline=True).attempt / name)
 
 
 def is_complete(folder: Path, resumable: bool = False) -> bool:

@@ -19,15 +19,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.checkpoint import transfer
+from titanlite.checkpoint.cleanup import delete
 from titanlite.checkpoint.commit import (
-    delete,
     point_latest,
     run_on_all_ranks,
     run_on_rank_0,
     staging_folder,
 )
 from titanlite.checkpoint.manifest import (
-    CONFIG,
     MANIFEST,
     CorruptCheckpoint,
     File,
@@ -37,16 +36,15 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.resume import MIRRORED, Resume, checkpoint_root
+from titanlite.checkpoint.resume import Resume, checkpoint_root
+from titanlite.checkpoint.status import MIRRORED
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
-from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
 from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects, rank_in
 from titanlite.runtime.page import phase
 
-_LATEST = "latest"
 _LONGEST = timedelta(days=1)
 """Uploads have bounds of their own, by their size."""
 
@@ -130,16 +128,10 @@ class Mirror:
         return False
 
     def _whole_steps(self, wanted: range) -> list[int]:
-        """Return the steps that can be resumed. An empty list is not believed: the step that the
-        mirror names as its newest is asked for by name."""
-        steps = {*committed(self.root)}
-        if not steps and store.exists(self.root / _LATEST):
-            newest = store.read(self.root / _LATEST).decode().strip()
-            if store.exists(self.root / newest / MANIFEST):
-                raise OSError(f"it lists nothing, but has {newest}")
+        """Return the steps that can be resumed."""
         return [
             step
-            for step in sorted(steps)
+            for step in transfer.steps(self.root)
             if step in wanted and is_complete(step_folder(self.root, step), resumable=True)
         ]
 
@@ -149,20 +141,20 @@ class Mirror:
 
         def copy() -> str:
             try:
-                transfer.copy_files(source, staging, self._share(source).items())
+                home = source / read_manifest(source, outline=True).attempt
+                transfer.copy_files(home, staging, self._share(source).items())
             except (CorruptCheckpoint, FileNotFoundError) as error:
                 return str(error)
             return ""
 
         def publish() -> None:
-            store.copy(source / MANIFEST, staging / MANIFEST)
+            store.write(staging / MANIFEST, transfer.flat_manifest(source))
             if store.exists(target):  # damaged
                 delete(target)
             store.publish(staging, target)
             point_latest(self._local, step)
             self._note(step)
-            if store.exists(self.root / METRICS) and not store.exists(self._outer / METRICS):
-                store.copy(self.root / METRICS, self._outer / METRICS)
+            transfer.fetch_metrics(self.root, self._outer)
 
         with staging_folder(target, self.group, what) as staging:
             found = gather_objects(run_on_all_ranks(self.group, what, copy), self.group)
@@ -229,8 +221,8 @@ class Mirror:
             with self._changing:
                 transfer.end(source, target)
                 self._note(step)
-            store.copy(self._local / _LATEST, self.root / _LATEST)
-            self._copy_records()
+            store.copy(self._local / transfer.LATEST, self.root / transfer.LATEST)
+            transfer.copy_records(self._outer, self.root)
             keep = self._settings.mirror_keep_latest_k, self._settings.keep_every
             for old in steps_to_delete(self.root, *keep, self._complete):
                 transfer.remove(step_folder(self.root, old))
@@ -241,12 +233,6 @@ class Mirror:
         run_on_all_ranks(self.group, what, lambda: copy(self._share(source).items()))
         run_on_rank_0(self.group, what, end)
         return True
-
-    def _copy_records(self) -> None:
-        """Copy the metrics and the config of the run."""
-        for name in (METRICS, CONFIG):
-            if store.exists(self._outer / name):
-                store.copy(self._outer / name, self.root / name)
 
     def _note(self, step: int) -> None:
         """Write down, for the launcher too, which step the mirror has."""
@@ -259,10 +245,7 @@ class Mirror:
         try:
             with self._changing:
                 self.step = min(self.step, after)
-                steps = transfer.set_aside(self.root, after)
-            if steps:
-                shown = ", ".join(map(str, steps))
-                self._log.info(f"{self.root}: later checkpoints ({shown}) are now set aside")
+                transfer.set_aside(self.root, after, self._log)
         except (UserError, OSError) as error:
             self._log.warning(f"checkpoint.mirror: later checkpoints are still there: {error}")
 
@@ -276,4 +259,4 @@ class Mirror:
         self._thread.join(max(0, min(seconds - 2, self._timeout)))
         if self._rank == 0 and not self.behind:
             with suppress(UserError, OSError):  # the checkpoint is there
-                self._copy_records()
+                transfer.copy_records(self._outer, self.root)

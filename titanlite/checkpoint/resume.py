@@ -1,8 +1,4 @@
-"""`Resume`, the starting point of a run, and the handling of an earlier run's files at a start.
-
-No torch: the launcher checks whether a run is finished before a worker starts. `load.py` finds and
-reads checkpoints.
-"""
+"""`Resume`, the starting point of a run; `load.py` finds and reads it. No torch."""
 
 import json
 from collections.abc import Sequence
@@ -16,27 +12,21 @@ from titanlite.checkpoint.manifest import (
     ENVIRONMENT,
     Manifest,
     Position,
-    committed,
-    export_folder,
-    latest_complete,
-    step_folder,
+    read_document,
 )
 from titanlite.checkpoint.rules import batch_changes, excluded
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
-from titanlite.errors import UserError, command_line
-from titanlite.observe.run_folder import archive_previous_files
+from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
-from titanlite.runtime import lock, store
+from titanlite.runtime.bucket import place
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
 
 DATA = "data"
 """Stands for the position in the data in checkpoint.exclude_from_loading."""
-MIRRORED = "mirrored"
-"""File in the folder of checkpoints with the newest step that is in checkpoint.mirror."""
 _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
 
 
@@ -106,7 +96,7 @@ class Resume:
         """Return lines for the log: differences of this run from the saved one."""
         if not self.continues or self.folder is None:
             return []
-        before = store.read(self.folder / CONFIG).decode()
+        before = read_document(self.folder, CONFIG).decode()
         changed = toml_differences(before, to_toml(job.given))
         shown = ", ".join(
             f"{key} {what}"
@@ -117,7 +107,7 @@ class Resume:
         if shown:
             since = f"config changed since step {self.position.step}"
             lines.append(f"{since} (new values apply): {shown}")
-        environment = json.loads(store.read(self.folder / ENVIRONMENT))
+        environment = json.loads(read_document(self.folder, ENVIRONMENT))
         if "lr_formula" not in environment:
             earlier = "step / (warmup_steps + 1) and a decay of one step more"
             lines.append(
@@ -150,8 +140,8 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
     None if they are not known any more.
     """
-    fields = json.loads(store.read(folder / ENVIRONMENT)).get("model")
-    given = tomllib.loads(store.read(folder / CONFIG).decode())["model"]
+    fields = json.loads(read_document(folder, ENVIRONMENT)).get("model")
+    given = tomllib.loads(read_document(folder, CONFIG).decode())["model"]
     # A checkpoint from before fields were saved: what its flavor means today.
     with suppress(UserError):
         return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
@@ -159,61 +149,5 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
 
 def checkpoint_root(config: JobConfig) -> Path:
-    return Path(config.job.dump_folder) / config.checkpoint.folder
-
-
-def finished_message(config: JobConfig) -> str:
-    """Return the line of a target step that an earlier run reached; an empty string if none did."""
-    settings, steps, root = config.checkpoint, config.training.steps, checkpoint_root(config)
-    if not settings.enable or settings.load_step != -1:
-        return ""
-    newest = latest_complete(root)
-    if newest is None or newest < steps:
-        return ""
-    missing = ""
-    if settings.last_save_in_hf and not store.exists(target := export_folder(root, newest)):
-        command = command_line(
-            "titanlite", "checkpoint", "export", str(step_folder(root, newest)), str(target)
-        )
-        missing = f"; its export is missing: {command}"
-    remedy = f"raise --training.steps, or give --job.dump_folder{missing}"
-    return f"already at step {newest} of {steps}: {remedy}"
-
-
-def take_folder(config: JobConfig) -> str:
-    """Lock the dump folder, move the files that this run would overwrite, and return where it
-    starts.
-
-    A run that finds checkpoints continues their metrics; any other starts over, and all files are
-    moved.
-    """
-    lock.take(
-        Path(config.job.dump_folder, lock.RUN_LOCK), f'job.dump_folder = "{config.job.dump_folder}"'
-    )
-    root, load_step = checkpoint_root(config), config.checkpoint.load_step
-    if config.checkpoint.enable and (steps := committed(root)):
-        archive = archive_previous_files(config, resumed=True)
-        newest = f"the newest of steps {', '.join(map(str, steps))}"
-        chosen = newest if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
-        return f"resuming from {chosen} in {root}" + (
-            f"; earlier logs go to {archive}" if archive else ""
-        )
-    archive = archive_previous_files(config, resumed=False)
-    return f"an earlier run's files are now in {archive}" if archive else ""
-
-
-def last_saved_message(config: JobConfig) -> str:
-    """Return a phrase with the newest save of a stopped run."""
-    if not config.checkpoint.enable:
-        return "nothing was saved: checkpoint.enable is off"
-    root = checkpoint_root(config)
-    newest = latest_complete(root)
-    if newest is None:
-        return "no checkpoint was due yet"
-    saved = f"saved: {step_folder(root, newest)}"
-    if mirror := config.checkpoint.mirror:
-        note = root / MIRRORED
-        step = int(store.read(note)) if store.exists(note) else 0
-        behind = f"; {mirror} is behind, at step {step}"
-        saved += f" and in {mirror}" if step == newest else behind
-    return saved
+    folder = config.checkpoint.folder
+    return place(folder) if "://" in folder else Path(config.job.dump_folder, folder)

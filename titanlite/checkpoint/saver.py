@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import cleanup, commit
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.export import export_live
 from titanlite.checkpoint.hf.names import Translation
@@ -34,7 +34,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.state import Tensors, TrainingState
 from titanlite.config.toml import to_toml
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import RunFailed
+from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import begin_of_metrics, describe_environment
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.page import OWN_PAGE, phase
@@ -155,8 +155,9 @@ class Saver:
             staging = time.monotonic() - copying
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
+        confirm = self._folder.confirm
         content = commit.Content(
-            step, tensors, copies.__getitem__, payload, make_documents, weights_only
+            step, tensors, copies.__getitem__, payload, make_documents, weights_only, confirm
         )
         pending = PendingSave(self._write, content)
         self._pending = pending
@@ -225,11 +226,12 @@ class Saver:
         pending.costs["write"] = time.monotonic() - began
         if self._rank == 0:
             try:
+                self._folder.note(content.step)
                 keep = self.settings.keep_latest_k, self.settings.keep_every
                 for old_step in steps_to_delete(root, *keep, self._complete):
                     if not mirror or not mirror.reads(old_step):
-                        commit.delete(step_folder(root, old_step))
-            except OSError as error:  # costs no checkpoint
+                        cleanup.delete(step_folder(root, old_step))
+            except (OSError, UserError) as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
         if mirror:

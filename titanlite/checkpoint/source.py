@@ -5,7 +5,6 @@ All ranks call every function together.
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +18,7 @@ from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import restore_metrics
+from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects
 
 
@@ -28,7 +28,7 @@ def find(folder: CheckpointFolder) -> Resume:
     settings = job.config.checkpoint
     full = settings.verify_on_load == "full"
     exclude = settings.exclude_from_loading
-    path = Path(settings.initial_load_path)
+    path = place(settings.initial_load_path)
     group = folder.group
     if group is None:
         return Resume()

@@ -3,13 +3,21 @@
 A step is there exactly when its manifest is. No torch.
 """
 
-from collections.abc import Iterable
+import fcntl
+import hashlib
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import (
+    CONFIG,
     MANIFEST,
     CorruptCheckpoint,
     File,
+    Manifest,
     committed,
     faults,
     is_complete,
@@ -17,23 +25,104 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.errors import some_of
+from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
 
 ASIDE = f"{MANIFEST}.aside"
 """The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
 object brings it back."""
+LATEST = "latest"
+_IN_USE = ".in-use"
+
+
+def steps(root: Path) -> list[int]:
+    """Return the steps in a bucket. An empty list is not believed: the step that `latest` names is
+    asked for by name.
+    """
+    found = committed(root)
+    if not found and store.exists(root / LATEST):
+        newest = store.read(root / LATEST).decode().strip()
+        if store.exists(root / newest / MANIFEST):
+            raise OSError(f"{root} lists nothing, but has {newest}")
+    return found
+
+
+def copy_records(outer: Path, root: Path) -> None:
+    """Copy the metrics and the config of a run into a bucket."""
+    for name in (METRICS, CONFIG):
+        if store.exists(outer / name):
+            store.copy(outer / name, root / name)
+
+
+def fetch_metrics(root: Path, outer: Path) -> None:
+    """Copy the metrics of a run from a bucket, if the dump folder has none."""
+    if not store.exists(outer / METRICS) and store.exists(root / METRICS):
+        store.copy(root / METRICS, outer / METRICS)
+
+
+def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """Return the files of tensors that a rank brings; on as many ranks as wrote them, its own."""
+    files = sorted(manifest.files, key=lambda name: (len(name), name))
+    files = [name for name in files if name.endswith(".safetensors")]
+    return [name for at, name in enumerate(files) if at * ranks // len(files) == rank]
+
+
+@contextmanager
+def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Path]:
+    """Yield the folder with files of a checkpoint: its own, or for one in a bucket a cache, where
+    they are brought once for all processes of a node, and verified, and stay while one uses it.
+    """
+    if not is_remote(step):
+        yield step
+        return
+    source, folder = step / manifest.attempt, _cache_of(step, manifest)
+    store.make_folder(folder)
+    with _locked(folder / _IN_USE, fcntl.LOCK_SH):
+        for name in names:
+            with _locked(folder / f".{name}.lock", fcntl.LOCK_EX):
+                if not store.exists(folder / name):
+                    draft = folder / f".{name}.part"
+                    _copy_file(source / name, draft, manifest.files[name])
+                    draft.rename(folder / name)
+        yield folder
+
+
+def forget(step: Path, manifest: Manifest) -> None:
+    """Delete what was fetched, unless another process uses it."""
+    if not is_remote(step):
+        return
+    folder = _cache_of(step, manifest)
+    with suppress(OSError), _locked(folder / _IN_USE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        store.delete(folder)
+
+
+def _cache_of(step: Path, manifest: Manifest) -> Path:
+    name = hashlib.sha256(f"{step} {zlib.crc32(manifest.render())}".encode()).hexdigest()[:16]
+    return store.user_cache() / "checkpoints" / name
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, kind)
+        yield
 
 
 def copy_files(source: Path, target: Path, files: Iterable[tuple[str, File]]) -> None:
     """Copy files of a checkpoint; raise for one that differs from its manifest."""
     for name, file in files:
-        if store.copy(source / name, target / name) != (file.size, file.crc32):
-            raise CorruptCheckpoint(f"{source / name}: damaged, it differs from the manifest")
+        _copy_file(source / name, target / name, file)
+
+
+def _copy_file(path: Path, target: Path, file: File) -> None:
+    if store.copy(path, target) != (file.size, file.crc32):
+        raise CorruptCheckpoint(f"{path}: damaged, it differs from the manifest")
 
 
 def begin(source: Path, target: Path) -> bool:
     """Make room for a step in a bucket; return whether it is there already."""
-    if is_complete(target) and store.read(target / MANIFEST) == store.read(source / MANIFEST):
+    if is_complete(target) and store.read(target / MANIFEST) == flat_manifest(source):
         return True
     remove(target)
     return False
@@ -42,28 +131,36 @@ def begin(source: Path, target: Path) -> bool:
 def end(source: Path, target: Path) -> None:
     """Put the manifest of a step whose files are in the bucket."""
     manifest = read_manifest(source, outline=True)  # it may be gone by now: then nothing is put
-    if problems := faults(target, manifest):
+    if problems := faults(target, replace(manifest, attempt="")):
         raise CorruptCheckpoint(f"{target} is not as it was written:{some_of(problems)}")
-    store.copy(source / MANIFEST, target / MANIFEST)
+    store.write(target / MANIFEST, flat_manifest(source))
+
+
+def flat_manifest(folder: Path) -> bytes:
+    """Return the manifest of a copy, which has its files beside it."""
+    manifest = read_manifest(folder)
+    if manifest.attempt:
+        return replace(manifest, attempt="").render()
+    return store.read(folder / MANIFEST)
 
 
 def remove(folder: Path) -> None:
     """Remove a step from a bucket, its manifest first."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for path in store.list_folder(folder).values():
-        path.unlink(missing_ok=True)
+    store.delete(folder)
 
 
-def set_aside(root: Path, after: int) -> list[int]:
-    """Take the manifests from steps in a bucket after this one; return the steps."""
+def set_aside(root: Path, after: int, log: logging.Logger) -> None:
+    """Take the manifests from steps in a bucket after this one."""
     steps = []
     for step in committed(root):
         manifest = step_folder(root, step) / MANIFEST
         if step > after and store.exists(manifest):
             store.copy(manifest, manifest.parent / ASIDE)
             manifest.unlink()
-            steps.append(step)
-    return steps
+            steps.append(f"{step}")
+    if steps:
+        log.info(f"{root}: later checkpoints ({', '.join(steps)}) are now set aside")
 
 
 def remove_leftovers(root: Path) -> list[str]:

@@ -235,7 +235,7 @@ class Checkpoint(Section):
     enable: bool = False
     """Save checkpoints, and resume from them."""
     folder: str = "checkpoint"
-    """Folder inside job.dump_folder."""
+    """Folder inside job.dump_folder, or URL (s3://, gs:// or az://BUCKET/FOLDER)."""
     interval: Literal["auto"] | Positive = 500
     """Steps between checkpoints. "auto": the time that loses least, by the cost of a save here and
     fault.mtbf_hours, checked at logged steps."""
@@ -256,7 +256,7 @@ class Checkpoint(Section):
     load_step: Annotated[Literal[-1] | Natural, Only()] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Only()] = ""
-    """Checkpoint to start from if there is none to resume."""
+    """Checkpoint to start from if there is none to resume; also a URL."""
     initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
     reads it."""

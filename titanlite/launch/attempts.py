@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import committed, latest_complete, step_folder
-from titanlite.checkpoint.resume import checkpoint_root, last_saved_message
+from titanlite.checkpoint import status
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, first_line
 from titanlite.fault.decide import Saved
@@ -127,7 +126,7 @@ class Attempts:
         if failure:
             saved = ""
             if self._saves and verdict.code is not None:
-                saved = last_saved_message(self._given)
+                saved = status.last_saved_message(self._given)
             print(failure.describe(logs / f"rank-{failure.rank}.log", saved), file=sys.stderr)
         if verdict.why:
             print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
@@ -153,20 +152,14 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
     """Return a function for the newest checkpoint, which separates those of this run from earlier
     ones.
     """
-    root = checkpoint_root(config)
-
-    def times() -> dict[int, int]:
-        return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
-
-    before = times()
+    before = status.times(config)
 
     def saved() -> Saved:
-        newest = latest_complete(root)
+        newest = status.newest(config)
         if newest is None:
             return Saved()
-        return Saved(
-            newest, f"from {step_folder(root, newest)}", bool(times().items() - before.items())
-        )
+        is_new = bool(status.times(config).items() - before.items())
+        return Saved(newest, f"from {status.name_of(config, newest)}", is_new)
 
     return saved
 

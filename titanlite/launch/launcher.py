@@ -20,13 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.checkpoint import status
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
-from titanlite.checkpoint.resume import (
-    checkpoint_root,
-    finished_message,
-    last_saved_message,
-    take_folder,
-)
+from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.options import KeysHelp
@@ -115,6 +111,8 @@ def _sweep(argv: list[str], setting: str) -> int:
         runs.append([*argv, f"--{own}", f"--job.dump_folder={Path(config.job.dump_folder, name)}"])
         if mirror := config.checkpoint.mirror:
             runs[-1].append(f"--checkpoint.mirror={mirror}/{name}")
+        if status.in_bucket(config):
+            runs[-1].append(f"--checkpoint.folder={config.checkpoint.folder}/{name}")
         find_job(load(parse_command_line(runs[-1], os.environ)), os.environ)
     worst = OK
     for words in runs:
@@ -144,10 +142,9 @@ def _check_and_run(argv: list[str]) -> int:
     ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     check_machine(job, device, processes, first_node=nodes.rank == 0)
-    root = checkpoint_root(job.config)
-    if message := finished_message(job.config):
+    if message := status.finished_message(job.config):
         say(f"titanlite: {message}")
-        if others := _of_another_run(job, root):
+        if others := _of_another_run(job):
             say(
                 f"titanlite: the finished run had a different {', '.join(others)}; "
                 "nothing was trained"
@@ -182,8 +179,11 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     return job, nodes, device, processes
 
 
-def _of_another_run(job: Job, root: Path) -> list[str]:
+def _of_another_run(job: Job) -> list[str]:
     """Return the keys of the model and the data that differ from those of the newest checkpoint."""
+    if status.in_bucket(job.config):
+        return []
+    root = checkpoint_root(job.config)
     saved = step_folder(root, committed(root)[-1]) / CONFIG
     keys = (
         toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given))
@@ -281,7 +281,7 @@ class Launch:
 
     def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}
-        if self.nodes.rank == 0 and (message := take_folder(self.job.given)):
+        if self.nodes.rank == 0 and (message := status.take_folder(self.job.given)):
             say(f"titanlite: {message}")
         self.moved = {*self.folder.glob("previous/*")} - archives
 
@@ -356,7 +356,7 @@ class Launch:
         """Print the step of a run that a signal ended without a save; return the exit code."""
         step = self.terminal.last_record.get("step", 0) if self.terminal else 0
         kinds = "metrics and logs" if step else "logs"
-        files = f"{kinds} are in {self.folder}, {last_saved_message(self.job.config)}"
+        files = f"{kinds} are in {self.folder}, {status.last_saved_message(self.job.config)}"
         # The logs of ranks may show a hang.
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():

@@ -20,6 +20,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.checkpoint.rules import require_step
+from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigFault, Loaded
 from titanlite.config.needs import is_streamed
@@ -58,8 +59,8 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
     if not problems:
         _check_without_model(check, job, device)
         if first_node:
+            check(_check_stores, job.config)
             check(_check_start, job)
-            check(_check_mirror, job.config)
         if built := check(build_model, job):
             model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
@@ -205,15 +206,18 @@ def _check_dump_folder(folder: Path) -> None:
 
 def _check_start(job: Job) -> None:
     """Raise if the start checkpoint is missing or damaged, by its manifest and sizes."""
-    settings, root = job.config.checkpoint, checkpoint_root(job.config)
-    steps, path = committed(root) if settings.enable else [], Path(settings.initial_load_path)
+    settings = job.config.checkpoint
+    steps, path = times(job.config) if settings.enable else {}, Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
-        if settings.mirror and settings.load_step not in steps:
+        if in_bucket(job.config) or (settings.mirror and settings.load_step not in steps):
             return  # it is looked for there
-        require_step(root, settings.load_step, steps)
+        root = checkpoint_root(job.config)
+        require_step(root, settings.load_step, sorted(steps))
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
+    elif "://" in settings.initial_load_path:
+        return  # no bucket is opened here
     elif settings.initial_load_in_hf and not steps:
         from titanlite.checkpoint.hf.load import HuggingFaceFolder
 
@@ -228,11 +232,15 @@ def _check_start(job: Job) -> None:
         )
 
 
-def _check_mirror(config: JobConfig) -> None:
-    """Raise if the mirror cannot be used, or has no answer where the run may have its only
-    checkpoints.
+def _check_stores(config: JobConfig) -> None:
+    """Raise if the store of the checkpoints cannot be used, or if the mirror cannot or has no
+    answer where the run may have its only checkpoints.
     """
     settings = config.checkpoint
+    try:
+        look(config)
+    except BucketError as error:
+        raise UserError(f"checkpoint.folder: {error}") from None
     if not settings.enable or not settings.mirror:
         return
     try:

@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import latest_complete
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.status import newest
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.status import Ended
@@ -147,6 +146,6 @@ class Stopping:
         """Return the early exit of ranks that could not record it."""
         step = self._last_step()
         saves = self._config.checkpoint.enable  # else the folder has an older run's
-        saved = saves and latest_complete(checkpoint_root(self._config)) or 0
+        saved = saves and newest(self._config) or 0
         lost = max(0, step - saved)
         return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)

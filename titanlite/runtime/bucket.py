@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,7 +58,7 @@ class Bucket:
         backoff = {"init_backoff": 0.2 * second, "max_backoff": 2 * second, "base": 2}
         # Time is the limit: a count would give up on a busy store after a second.
         retry = {"max_retries": 1000, "retry_timeout": patience * second, "backoff": backoff}
-        with self._explained():
+        with self.explained():
             self._store: Any = from_url(
                 url,
                 client_options={"timeout": _TIMEOUT, "connect_timeout": "3s", "allow_http": True},
@@ -68,7 +68,7 @@ class Bucket:
         self._pid = os.getpid()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         from obstore.exceptions import BaseError
 
         try:
@@ -86,10 +86,10 @@ class Bucket:
             raise RuntimeError(f"{self.url} was opened before a fork, and would hang: use spawn")
         import obstore
 
-        with self._explained():
+        with self.explained():
             return getattr(obstore, name)(self._store, *arguments, **options)
 
-    def put(self, key: str, blocks: Iterable[bytes], size: int) -> None:
+    def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about this size from blocks, none of which may change later."""
 
         import asyncio  # late: most processes use no store
@@ -102,21 +102,48 @@ class Bucket:
         async def put() -> None:
             await asyncio.wait_for(self.call("put_async", key, content, **options), limit)
 
-        with self._explained():
+        with self.explained():
             try:
                 asyncio.run(put())
             except (TimeoutError, asyncio.TimeoutError):
                 raise Unreachable(f"{self.url}/{key}: {size:,} bytes took too long") from None
 
+    def put_if(self, key: str, content: bytes, tag: Any = "create") -> Any:
+        """Store a small object if there is none, or if the one there has a tag; return its new tag,
+        or None if another writer was first.
+
+        No other call may have the same content: the answer may get lost, and the request, which
+        is sent again, is refused then.
+        """
+        for tries_left in reversed(range(3)):
+            try:
+                return _tag(self.call("put", key, content, mode=tag))
+            except BucketError:
+                with suppress(FileNotFoundError):
+                    there, its_tag = self.read_tagged(key)
+                    if there == content:
+                        return its_tag
+                    if its_tag != tag:
+                        return None
+                if not tries_left:
+                    raise
+        return None
+
+    def read_tagged(self, key: str) -> tuple[bytes, Any]:
+        """Return a small object, and the tag of its version."""
+        with self.explained():
+            found = self.call("get", key)
+            return bytes(found.bytes()), _tag(found.meta)
+
     def read_range(self, key: str, start: int, size: int) -> tuple[bytes, Any]:
         """Return bytes of an object, and what the store says of it."""
-        with self._explained():
+        with self.explained():
             found = self.call("get", key, options={"range": (start, start + size)})
             return found.bytes(), found.meta
 
     def blocks(self, key: str) -> Iterator[bytes]:
         """Yield the content of an object, all of one version."""
-        with self._explained():
+        with self.explained():
             found = self.call("get", key)
             size, tag = found.meta["size"], found.meta["e_tag"]
             if size <= _RANGE:
@@ -128,6 +155,11 @@ class Bucket:
             if entry["e_tag"] != tag:
                 raise BucketError(f"{self.url}/{key} changed while it was read")
             yield content
+
+
+def _tag(entry: Any) -> dict[str, str]:
+    """Return what names a version of an object: S3 and Azure compare the ETag, gs the number."""
+    return {key: entry[key] for key in ("e_tag", "version") if entry[key]}
 
 
 @dataclass(frozen=True)
@@ -185,6 +217,13 @@ class BucketPath:
     def unlink(self, missing_ok: bool = True) -> None:
         with suppress(FileNotFoundError):  # az and gs say so, s3 does not
             self.bucket.call("delete", self.key)
+
+    def remove(self) -> None:
+        """Delete an object, and what a folder of this name holds."""
+        with self.bucket.explained(), suppress(FileNotFoundError):
+            for entries in self.bucket.call("list", self.key):
+                self.bucket.call("delete", [entry["path"] for entry in entries])
+        self.unlink()
 
 
 def place(text: str, patience: float = 0) -> Path:
@@ -304,8 +343,10 @@ def _explain(url: str, error: Exception) -> BucketError:
     return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
 
 
-def check(url: str, patience: float = 5) -> None:
-    """Raise unless this process may list, write and delete there."""
+def check(url: str, exclusive: bool = False, patience: float = 5) -> None:
+    """Raise unless this process may list, write and delete there, and unless the store can refuse a
+    second writer, if it must.
+    """
     root: Any = place(url, patience)
     probe = root / f".probe-{uuid4().hex}"
     what = "list"
@@ -313,6 +354,12 @@ def check(url: str, patience: float = 5) -> None:
         root.is_dir()
         what = "write"
         probe.bucket.put(probe.key, [b"titanlite"], 0)
+        for tag in ["create", {"e_tag": '"0"', "version": "0"}] * exclusive:
+            if probe.bucket.put_if(probe.key, uuid4().bytes, tag):
+                raise BucketError(
+                    f"{url}: the store overwrites what it was asked to keep, so that two runs "
+                    "would mix there; legal: a folder, with it as checkpoint.mirror"
+                )
         what = "delete"
         probe.unlink()
     except BucketError as error:
@@ -331,10 +378,10 @@ def in_own_process(module: str, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def main(url: str) -> int:
-    """Check a store, and print what is wrong."""
+def main(function: Callable[[str], object], url: str) -> int:
+    """Call a function of a place, for `in_own_process`; print what it returns, or what is wrong."""
     try:
-        check(url)
+        print(function(url) or "")
     except BucketError as error:
         print_notice(str(error))
         return error.code
@@ -342,4 +389,4 @@ def main(url: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(check, sys.argv[1]))

@@ -1,8 +1,10 @@
 """Every file-system call of checkpoints outside safetensors, for a folder that all ranks share.
 
 `checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they
-return, the same holds for the new name that `rename` gives, and `rename` is atomic. What only reads
-takes places in buckets too (bucket.py), and so do `copy` and `delete`."""
+return, the same holds for the new name that `rename` gives, and `rename` is atomic. Places in
+buckets (bucket.py) are taken by all but `write_blocks`, `whole_file`, `sync`, `rename` and those
+that ask a file system; there `publish` creates the manifest, and an object is whole or not there.
+"""
 
 import os
 import shutil
@@ -18,7 +20,18 @@ from titanlite.runtime.bucket import BucketPath
 
 is_writable = partial(os.access, mode=os.W_OK)
 reading = partial(Path.open, mode="rb")
-make_folder = partial(os.makedirs, exist_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    if not isinstance(folder, BucketPath):  # which has none
+        os.makedirs(folder, exist_ok=True)
+
+
+def staging_folder(target: Path, token: str) -> Path:
+    """Return where the files of a folder are written until it is published."""
+    if isinstance(target, BucketPath):
+        return target / token
+    return target.with_name(f".{target.name}.{token}.staging")
 
 
 def user_cache() -> Path:
@@ -77,8 +90,38 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def write(path: Path, content: bytes) -> None:
+    if isinstance(path, BucketPath):
+        path.bucket.put(path.key, [content], len(content))
+        return
     path.write_bytes(content)
     sync(path)
+
+
+def write_and_sum(
+    path: Path, blocks: Iterable[bytes | memoryview], expected: int
+) -> tuple[int, int]:
+    """Write a large file of about this size; return its size and checksum."""
+    if isinstance(path, BucketPath):
+        counted = Counted(blocks)
+        path.bucket.put(path.key, counted, expected)
+        return counted.size, counted.crc32
+    write_blocks(path, blocks)
+    # Summed after the write: the checksum is of the file's content, and the disk works meanwhile.
+    return sync_and_sum(path)
+
+
+class Counted:
+    """Blocks, and the size and checksum of those that were taken."""
+
+    def __init__(self, blocks: Iterable[bytes | memoryview]) -> None:
+        self._blocks = blocks
+        self.size = self.crc32 = 0
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for block in self._blocks:
+            self.size += len(block)
+            self.crc32 = zlib.crc32(block, self.crc32)
+            yield block
 
 
 def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
@@ -89,21 +132,13 @@ def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
 
 def copy(path: Path, target: Path) -> tuple[int, int]:
     """Copy a file, also from or to a bucket; return the size and checksum of what was read."""
-    length = checksum = 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal length, checksum
-        for block in _blocks(path):
-            length += len(block)
-            checksum = zlib.crc32(block, checksum)
-            yield block
-
+    counted = Counted(_blocks(path))
     if isinstance(target, BucketPath):
-        target.bucket.put(target.key, counted(), size(path))
+        target.bucket.put(target.key, counted, size(path))
     else:
-        write_blocks(target, counted())
+        write_blocks(target, counted)
         sync(target)
-    return length, checksum
+    return counted.size, counted.crc32
 
 
 @contextmanager
@@ -116,8 +151,28 @@ def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
     rename(draft, path)
 
 
-def publish(staging: Path, target: Path) -> None:
-    """Give a folder its name once its files are on the disk: it is whole or not there."""
+def replace(path: Path, content: bytes) -> None:
+    """Write a small file that is whole, in its old or new content."""
+    if isinstance(path, BucketPath):
+        write(path, content)
+        return
+    with whole_file(path) as file:
+        file.write(content)
+
+
+def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -> None:
+    """Give a folder its name once its files, with `name` as the last, are on the disk: it is whole
+    or not there.
+
+    In a bucket the files stay where they are, and the last one is created beside them.
+    """
+    if isinstance(target, BucketPath):
+        last = target / name
+        if last.bucket.put_if(last.key, content) is None:
+            raise FileExistsError(f"{last} was put there by another run")
+        return
+    if name:
+        write(staging / name, content)
     sync(staging)
     rename(staging, target)
 
@@ -155,7 +210,9 @@ def rename(path: Path, target: Path) -> None:
 
 def delete(path: Path) -> None:
     """Delete a file, a link but not its target, or a folder with what it holds, if it exists."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, BucketPath):
+        path.remove()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

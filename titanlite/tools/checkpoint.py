@@ -17,12 +17,14 @@ from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
+    CorruptCheckpoint,
     File,
     Manifest,
     committed,
     faults,
     is_complete,
     latest_complete,
+    read_document,
     read_manifest,
     read_state,
     step_folder,
@@ -140,7 +142,7 @@ def _show(arguments: Namespace) -> int:
         for name, tensor in model.items()
     ]
     _print_table(("tensor", "type", "shape", "placement"), rows)
-    print("\n" + printable(store.read(folder / CONFIG).decode()), end="")
+    print("\n" + printable(read_document(folder, CONFIG).decode()), end="")
     return 0
 
 
@@ -184,7 +186,8 @@ def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest])
 
 
 def _rm(arguments: Namespace) -> int:
-    from titanlite.checkpoint.commit import delete, point_latest
+    from titanlite.checkpoint.cleanup import delete
+    from titanlite.checkpoint.commit import point_latest
 
     # A link is removed, not its target.
     folders = [
@@ -232,15 +235,16 @@ def _cp(arguments: Namespace) -> int:
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists; name another folder")
     files = _track(manifest.files.items())
+    home = source / manifest.attempt
     if is_remote(root):
         transfer.begin(source, target)
-        transfer.copy_files(source, target, files)
+        transfer.copy_files(home, target, files)
         transfer.end(source, target)
     else:
         store.make_folder(root)
         with staging_folder(target, None, "the copy") as staging:
-            transfer.copy_files(source, staging, files)
-            store.copy(source / MANIFEST, staging / MANIFEST)
+            transfer.copy_files(home, staging, files)
+            store.write(staging / MANIFEST, transfer.flat_manifest(source))
             store.publish(staging, target)
     print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified")
     return 0
@@ -249,8 +253,8 @@ def _cp(arguments: Namespace) -> int:
 def _environment(folder: Path) -> tuple[str, str]:
     """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
-        environment = json.loads(store.read(folder / ENVIRONMENT))
-    except (OSError, ValueError):
+        environment = json.loads(read_document(folder, ENVIRONMENT))
+    except (OSError, ValueError, CorruptCheckpoint):
         environment = {}
     mesh = ", ".join(
         f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1

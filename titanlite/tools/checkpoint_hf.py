@@ -43,7 +43,7 @@ def export(arguments: Namespace) -> int:
     )
     import torch
 
-    from titanlite.checkpoint.commit import clear_leftovers
+    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.export import export as write_export
     from titanlite.checkpoint.hf.export import merged, plain_tensors
     from titanlite.checkpoint.hf.names import documents as hf_documents
@@ -154,7 +154,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     """Write a checkpoint that starts from a Hugging Face folder."""
     import torch
 
-    from titanlite.checkpoint.commit import clear_leftovers
+    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model

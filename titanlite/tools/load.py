@@ -27,6 +27,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import checkpoint_root, saved_model
 from titanlite.checkpoint.rules import check_model
+from titanlite.checkpoint.transfer import fetched
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
@@ -34,7 +35,7 @@ from titanlite.config.options import declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import UserError, some_of
 from titanlite.runtime import store
-from titanlite.runtime.bucket import local_folder
+from titanlite.runtime.bucket import place
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -52,7 +53,7 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     about = """a checkpoint, a folder of them, or a run's dump folder \
 (default: the latest complete one of ./outputs, or of --config's job.dump_folder). \
 It is read with its own config, unless there is --config"""
-    declare(parser, {"--checkpoint PATH": (about, local_folder)})
+    declare(parser, {"--checkpoint PATH": (about, place)})
 
 
 def load(
@@ -64,7 +65,7 @@ def load(
     from titanlite.data.tokenizer import open_tokenizer
 
     job, folder = saved_job(
-        local_folder(os.fspath(checkpoint)),
+        place(os.fspath(checkpoint)),
         [*overrides, *[f"--model.package={package}"] * bool(package)],
     )
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
@@ -89,12 +90,13 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
                 f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint"
             )
     folder = find_checkpoint(checkpoint)
-    whole_manifest(folder)
+    manifest = whole_manifest(folder)
     if job:
         return job, folder
-    # This machine may lack that one's device.
-    own = ["--config", str(folder / CONFIG), "--job.device=auto"]
-    loaded = load_config(parse_command_line([*own, *overrides], {}))
+    with fetched(folder, manifest, [CONFIG]) as files:
+        # This machine may lack that one's device.
+        own = ["--config", str(files / CONFIG), "--job.device=auto"]
+        loaded = load_config(parse_command_line([*own, *overrides], {}))
     package = loaded.config.model.package
     if package and "model.package" not in given.overrides:
         raise UserError(
@@ -146,7 +148,8 @@ def saved_root(dump_folder: Path) -> Path:
     """Return where the run in a dump folder saves its checkpoints, by its config."""
     try:
         saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
-        return dump_folder / saved["checkpoint"]["folder"]
+        folder = saved["checkpoint"]["folder"]
+        return place(folder) if "://" in folder else dump_folder / folder
     except (FileNotFoundError, ValueError, LookupError, TypeError):  # no config, or none of a run
         return dump_folder / "checkpoint"
 

@@ -5,7 +5,7 @@ No torch: the launcher has them too.
 
 from pathlib import Path
 
-from titanlite.checkpoint.resume import last_saved_message
+from titanlite.checkpoint.status import last_saved_message
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
 from titanlite.runtime.page import EarlyExit

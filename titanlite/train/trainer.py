@@ -211,6 +211,7 @@ class Trainer:
             self._run_to_target()
         except BaseException:
             self.saver.wait_ignoring_errors()
+            self.checkpoints.release()
             self.report.close("failed")
             raise
         self.guard.flush()
@@ -222,8 +223,7 @@ class Trainer:
             if config.generate.at_end:
                 self.show_sample()
         self.close()
-        if self.checkpoints.mirror:
-            self.checkpoints.mirror.finish(self.stop.seconds_left())
+        self.checkpoints.finish(self.stop.seconds_left())
 
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint import status
 from titanlite.checkpoint.commit import run_on_all_ranks
-from titanlite.checkpoint.resume import finished_message, take_folder
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
@@ -129,8 +129,11 @@ def run(job: Job, rank: RankInfo, device: torch.device, environ: dict[str, str],
     with process_group(rank, device, config.comm, folder, environ):
         messages = ["", ""]
         if LAUNCHED not in environ:  # otherwise the launcher did this
-            finished = finished_message(config) if rank.rank == 0 else ""
-            start = partial(take_folder, job.given) if rank.rank == 0 and not finished else str
+            look = partial(status.look, config) if rank.rank == 0 else str
+            run_on_all_ranks(dist.group.WORLD, "checkpoint.folder", look, UserError)
+            finished = status.finished_message(config) if rank.rank == 0 else ""
+            take = rank.rank == 0 and not finished
+            start = partial(status.take_folder, job.given) if take else str
             messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
             dist.broadcast_object_list(messages)
         elif rank.rank == 0:

@@ -22,16 +22,20 @@ _FOLDERS = (
     "comm.save_traces_folder",
 )
 _OTHER_FILES = (
-    "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock".split()
-)
+    "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock .saved"
+).split()
 """Other names in the dump folder, written by a run, `titanlite profile` and W&B."""
 _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
     *("training.dataset_path", "validation.dataset_path"),
 )
+_MAY_BE_URLS = (
+    *("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path"),
+    *("validation.dataset_path", "training.mixture"),
+)
 _STORES = ("s3://", "gs://", "az://", "hf://buckets")
 _URLS_SO_FAR = (
-    "an object store can be checkpoint.mirror so far, and "
+    "an object store can be checkpoint.folder and .mirror, and "
     "`titanlite checkpoint cp URL FOLDER` copies from one"
 )
 _LONGEST_NAME = 255  # bytes
@@ -195,7 +199,10 @@ def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
     for key in _FOLDERS:
         if key in loaded.invalid:
             continue
-        folder = PurePosixPath(value_of(loaded.config, key))
+        path = value_of(loaded.config, key)
+        if key == "checkpoint.folder" and "://" in path:
+            continue
+        folder = PurePosixPath(path)
         parts = folder.parts
         if not folder.name or folder.is_absolute() or ".." in parts:
             yield key, "must be the name of a folder inside job.dump_folder"
@@ -216,7 +223,7 @@ def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
             yield key, f"a name of {longest} bytes; files and folders have at most {_LONGEST_NAME}"
         if "\0" in path:
             yield key, "the zero character cannot be in a path"
-        if path.startswith(_STORES) and not key.endswith(("dataset_path", "mixture")):
+        if path.startswith(_STORES) and key not in _MAY_BE_URLS:
             yield key, f"must be a folder here; {_URLS_SO_FAR}"
     if not config.job.dump_folder:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
@@ -278,11 +285,23 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
         )
 
 
-def _mirror_is_on_a_store(config: ConfigView) -> Refusals:
-    if mirror := config.checkpoint.mirror:
-        scheme, colon, place = mirror.partition("://")
+def _stores_are_legal(config: ConfigView) -> Refusals:
+    settings = config.checkpoint
+    places = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
+    places = {name: place for name, place in places.items() if "://" in place}
+    if settings.mirror:
+        places["mirror"] = settings.mirror
+    for name, url in places.items():
+        scheme, colon, place = url.partition("://")
         if scheme + colon not in _STORES or not place.strip("/"):
-            yield "checkpoint.mirror", "legal: s3://, gs:// or az://BUCKET/FOLDER"
+            yield f"checkpoint.{name}", "legal: s3://, gs:// or az://BUCKET/FOLDER"
+    if "folder" in places and settings.mirror:
+        yield "checkpoint.mirror", "checkpoint.folder is on a store itself; remove one of them"
+    if "folder" in places and settings.last_save_in_hf:
+        why = "needs checkpoint.folder here; `titanlite checkpoint export URL FOLDER` does it later"
+        yield "checkpoint.last_save_in_hf", why
+    if "initial_load_path" in places and settings.initial_load_in_hf:
+        yield "checkpoint.initial_load_path", "a Hugging Face folder must be here"
 
 
 def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:

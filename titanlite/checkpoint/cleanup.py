@@ -1,0 +1,42 @@
+"""Delete checkpoints, and what killed saves left. No torch."""
+
+import re
+from pathlib import Path
+
+from titanlite.checkpoint import transfer
+from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
+
+SEEN_BY_ALL = ".seen-by-all-"
+"""Prefix of the file that shows whether all ranks share the folder."""
+
+
+def delete(folder: Path) -> None:
+    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one.
+
+    If it is a link to another place, such as an archive, only the link is deleted.
+    """
+    if is_remote(folder):
+        transfer.remove(folder)
+        return
+    deleted = folder.with_name(f".{folder.name}.deleted")
+    store.rename(folder, deleted)
+    if not deleted.is_symlink():
+        store.delete(deleted / MANIFEST)
+    store.delete(deleted)
+
+
+def clear_leftovers(root: Path, what: str = r"(hf-)?step-\d+") -> list[str]:
+    """Delete the leftovers of a killed save, export, deletion or start; return the names."""
+    if is_remote(root):
+        return transfer.remove_leftovers(root)
+    staging = rf"\.{what}(\.[0-9a-f]{{8}})?\.staging"
+    seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
+    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")
+    leftovers = []
+    for name, path in sorted(store.list_folder(root).items()):
+        if pattern.fullmatch(name):
+            store.delete(path)
+            leftovers.append(name)
+    return leftovers

@@ -1,0 +1,146 @@
+"""What a launcher says of a run's checkpoints: at a start whether the run is finished, at the end
+what was saved. No torch.
+
+A launcher forks, and may not open a bucket: at the start another process looks there, and then rank
+0 writes down each save.
+"""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from titanlite.checkpoint import transfer
+from titanlite.checkpoint.manifest import (
+    committed,
+    export_folder,
+    is_complete,
+    latest_complete,
+    step_folder,
+)
+from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.config.schema import JobConfig
+from titanlite.errors import command_line
+from titanlite.observe.run_folder import archive_previous_files
+from titanlite.runtime import bucket, lock, store
+
+MIRRORED = "mirrored"
+"""File in the folder of checkpoints with the newest step that is in checkpoint.mirror."""
+_SAVED = ".saved"
+"""File in the dump folder with the newest step that is in checkpoint.folder, where that is a
+URL."""
+
+
+def in_bucket(config: JobConfig) -> bool:
+    return "://" in config.checkpoint.folder
+
+
+def look(config: JobConfig) -> None:
+    """Raise for a bucket that cannot be checkpoint.folder; write down its newest complete step."""
+    if not (config.checkpoint.enable and in_bucket(config)):
+        return
+    step = bucket.in_own_process("titanlite.checkpoint.status", config.checkpoint.folder)
+    note(config, int(step) if step else None)
+
+
+def note(config: JobConfig, step: int | None) -> None:
+    """Write down the newest complete step in the bucket, if there is one."""
+    file = Path(config.job.dump_folder, _SAVED)
+    if step is None:
+        store.delete(file)
+        return
+    store.make_folder(file.parent)
+    store.replace(file, f"{step}\n".encode())
+
+
+def _newest_there(url: str) -> str:
+    """Check a bucket, and return its newest complete step."""
+    bucket.check(url, exclusive=True)
+    root = bucket.place(url)
+    steps = transfer.steps(root)
+    return next((f"{step}" for step in reversed(steps) if is_complete(step_folder(root, step))), "")
+
+
+def times(config: JobConfig) -> dict[int, int]:
+    """Return when each step was saved, in nanoseconds; of a bucket, the newest one."""
+    if in_bucket(config):
+        file = Path(config.job.dump_folder, _SAVED)
+        with suppress(FileNotFoundError):
+            return {int(store.read(file)): file.stat().st_mtime_ns}
+        return {}
+    root = checkpoint_root(config)
+    return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
+
+
+def newest(config: JobConfig) -> int | None:
+    """Return the newest complete step."""
+    if in_bucket(config):
+        return max(times(config), default=None)
+    return latest_complete(checkpoint_root(config))
+
+
+def name_of(config: JobConfig, step: int | None = None) -> str:
+    """Return where checkpoints are, or one of them."""
+    root = config.checkpoint.folder if in_bucket(config) else str(checkpoint_root(config))
+    return root if step is None else f"{root}/step-{step}"
+
+
+def finished_message(config: JobConfig) -> str:
+    """Return the line of a target step that an earlier run reached; an empty string if none did."""
+    settings, steps = config.checkpoint, config.training.steps
+    if not settings.enable or settings.load_step != -1:
+        return ""
+    step = newest(config)
+    if step is None or step < steps:
+        return ""
+    missing = ""
+    if settings.last_save_in_hf:
+        target = export_folder(checkpoint_root(config), step)
+        if not store.exists(target):
+            saved = name_of(config, step)
+            command = command_line("titanlite", "checkpoint", "export", saved, str(target))
+            missing = f"; its export is missing: {command}"
+    other = "--checkpoint.folder" if in_bucket(config) else "--job.dump_folder"
+    remedy = f"raise --training.steps, or give {other}{missing}"
+    return f"already at step {step} of {steps}: {remedy}"
+
+
+def take_folder(config: JobConfig) -> str:
+    """Lock the dump folder, move the files that this run would overwrite, and return where it
+    starts.
+
+    A run that finds checkpoints continues their metrics; any other starts over, and all files are
+    moved.
+    """
+    lock.take(
+        Path(config.job.dump_folder, lock.RUN_LOCK), f'job.dump_folder = "{config.job.dump_folder}"'
+    )
+    load_step = config.checkpoint.load_step
+    if config.checkpoint.enable and (steps := sorted(times(config))):
+        archive = archive_previous_files(config, resumed=True)
+        among = f"the newest of steps {', '.join(map(str, steps))}"
+        chosen = among if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
+        return f"resuming from {chosen} in {name_of(config)}" + (
+            f"; earlier logs go to {archive}" if archive else ""
+        )
+    archive = archive_previous_files(config, resumed=False)
+    return f"an earlier run's files are now in {archive}" if archive else ""
+
+
+def last_saved_message(config: JobConfig) -> str:
+    """Return a phrase with the newest save of a stopped run."""
+    if not config.checkpoint.enable:
+        return "nothing was saved: checkpoint.enable is off"
+    step = newest(config)
+    if step is None:
+        return "no checkpoint was due yet"
+    saved = f"saved: {name_of(config, step)}"
+    if mirror := config.checkpoint.mirror:
+        file = checkpoint_root(config) / MIRRORED
+        mirrored = int(store.read(file)) if store.exists(file) else 0
+        behind = f"; {mirror} is behind, at step {mirrored}"
+        saved += f" and in {mirror}" if mirrored == step else behind
+    return saved
+
+
+if __name__ == "__main__":
+    sys.exit(bucket.main(_newest_there, sys.argv[1]))
