@@ -9,8 +9,9 @@ from typing import Any
 from unittest import mock
 
 from titanlite.checkpoint import cleanup, commit
-from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.checkpoint.manifest import MANIFEST, step_of
 from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
 
 ON_EVERY_RANK = ("file begun", "half a file", "file written", "tensors stored")
 FAILPOINTS = (
@@ -28,6 +29,8 @@ FAILPOINTS = (
     "after a deletion",
 )
 """In their order; those that are not in ON_EVERY_RANK are on rank 0."""
+IN_A_BUCKET = tuple(point for point in FAILPOINTS if "manifest" not in point)
+"""Those of a bucket, where the rename stands for the creation of the manifest."""
 Failpoint = Callable[[str], object]
 
 
@@ -36,6 +39,8 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
     """Call the function with each failpoint's name as this process reaches it."""
 
     def is_staging(path: Path) -> bool:
+        if is_remote(path):
+            return step_of(path.parent.name) is not None
         return path.name.startswith(".step-") and path.name.endswith(".staging")
 
     def make_folder(original: Any, folder: Path) -> None:
@@ -43,7 +48,7 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         if is_staging(folder):
             failpoint("staging begun")
 
-    def write_blocks(original: Any, path: Path, blocks: Any) -> int:
+    def write_and_sum(original: Any, path: Path, blocks: Any, expected: int) -> Any:
         blocks = [*blocks]
 
         def noted() -> Iterator[Any]:
@@ -54,7 +59,7 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
                     failpoint("half a file")
                 yield block
 
-        written = original(path, noted())
+        written = original(path, noted(), expected)
         failpoint("file written")
         return written
 
@@ -81,6 +86,14 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         else:
             original(path, target)
 
+    def publish(original: Any, staging: Path, target: Path, *last: Any) -> None:
+        if not is_remote(target):
+            original(staging, target, *last)
+            return
+        failpoint("before the rename")
+        original(staging, target, *last)
+        failpoint("after the rename")
+
     def point_latest(original: Any, *args: Any) -> None:
         failpoint("before latest")
         original(*args)
@@ -93,16 +106,17 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         failpoint("after a deletion")
 
     def delete_in_half(original: Any, path: Path) -> None:
-        if path.name.endswith(".deleted"):
+        if path.name.endswith(".deleted") or is_remote(path):
             failpoint("half a deletion")
         original(path)
 
     with (
         _around(store, "make_folder", make_folder),
-        _around(store, "write_blocks", write_blocks),
+        _around(store, "write_and_sum", write_and_sum),
         _around(commit, "_write_tensors", write_tensors),
         _around(store, "write", write),
         _around(store, "rename", rename),
+        _around(store, "publish", publish),
         _around(commit, "point_latest", point_latest),
         _around(cleanup, "delete", delete),
     ):

@@ -26,19 +26,27 @@ import torch
 from tests.checkpoint.saved import rank
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK, calling
 from tests.jobs import TINY, trainer
+from tests.stores.server import credentials
+from titanlite.checkpoint import lease
+from titanlite.checkpoint.lease import LEASE
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
+    CONFIG,
     CorruptCheckpoint,
     committed,
     faults,
     read_manifest,
     step_folder,
 )
+from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import distributed
+from titanlite.runtime.bucket import place
 from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
 AFTER_THE_RENAME = FAILPOINTS[FAILPOINTS.index("after the rename") :]
+_BESIDE = {LEASE, METRICS, CONFIG}
+"""What a bucket has beside the checkpoints."""
 LONGEST_SECONDS = 3.0
 """A random kill comes within this time: while resuming, while training or in a save."""
 
@@ -98,7 +106,23 @@ class Death:
     in_progress: bool
 
 
-def train_and_die(plan: Plan, folder: str) -> None:
+@dataclass(frozen=True)
+class Bucket:
+    """Where the checkpoints of a soak are, if not in its folder."""
+
+    url: str = ""
+    port: int = 0
+
+    def argv(self, folder: str) -> list[str]:
+        """Let s3:// lead there in this process; return the options of a run."""
+        if not self.url:
+            return ARGV
+        os.environ |= {**credentials(self.port), "XDG_CACHE_HOME": folder}
+        lease._RENEWAL_SECONDS = 0.3  # type: ignore[misc]
+        return [*ARGV, f"--checkpoint.folder={self.url}"]
+
+
+def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
     """Run one round on a rank."""
     runs: list[Any] = []
     saves: set[int] = set()
@@ -123,7 +147,7 @@ def train_and_die(plan: Plan, folder: str) -> None:
         moment.daemon = True
         moment.start()
     with calling(failpoint if rank() == plan.rank else lambda name: None):
-        run = trainer([*ARGV, f"--checkpoint.async_mode={plan.mode}"], folder)
+        run = trainer([*bucket.argv(folder), f"--checkpoint.async_mode={plan.mode}"], folder)
         (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
         if not plan.point:
             _note_saves(run, saves)
@@ -142,9 +166,11 @@ def _note_saves(run: Any, saves: set[int]) -> None:
     run.saver.save = noted
 
 
-def train_to(step: int, folder: str) -> None:
+def train_to(step: int, folder: str, bucket: Bucket) -> None:
     """Train without a fault to a last step, which is saved."""
-    trainer([*ARGV, "--checkpoint.async_mode=async", f"--training.steps={step}"], folder).train()
+    trainer(
+        [*bucket.argv(folder), "--checkpoint.async_mode=async", f"--training.steps={step}"], folder
+    ).train()
 
 
 class Watcher(threading.Thread):
@@ -194,10 +220,11 @@ class Soak:
     hits: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     """Kills inside a save."""
+    bucket: Bucket = Bucket()
 
     @property
     def root(self) -> Path:
-        return self.folder / "checkpoint"
+        return place(self.bucket.url) if self.bucket.url else self.folder / "checkpoint"
 
     def round(self, plan: Plan) -> str:
         """Train until the kill; return what went wrong, or nothing."""
@@ -205,7 +232,8 @@ class Soak:
         for name in ("death.json", *(f"begun-{one}" for one in range(RANKS))):
             (self.folder / name).unlink(missing_ok=True)
         try:
-            self.pool.run(train_and_die, plan, str(self.folder), world=RANKS, timeout=120)
+            arguments = plan, str(self.folder), self.bucket
+            self.pool.run(train_and_die, *arguments, world=RANKS, timeout=120)
             return "nobody was killed"
         except RankFailed as error:
             failure = str(error)
@@ -242,11 +270,11 @@ class Soak:
         """Resume once more, to the end; compare everything with a run that was never killed."""
         last = (latest_verified(self.root) or 0) + INTERVAL
         straight = self.folder.parent / "straight"
-        for folder in (self.folder, straight):
-            self.pool.run(train_to, last, str(folder), world=RANKS, timeout=600)
+        for folder, bucket in ((self.folder, self.bucket), (straight, Bucket())):
+            self.pool.run(train_to, last, str(folder), bucket, world=RANKS, timeout=600)
         self.pool.close()
         found, expected = (
-            load_tensors(step_folder(f / "checkpoint", last)) for f in (self.folder, straight)
+            load_tensors(step_folder(root, last)) for root in (self.root, straight / "checkpoint")
         )
         wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
         problems = (
@@ -257,7 +285,7 @@ class Soak:
         losses, expected_losses = (_losses(folder) for folder in (self.folder, straight))
         if losses != expected_losses:
             problems.append("metrics.jsonl: not the steps and losses of a run without kills")
-        kept = sorted(path.name for path in self.root.iterdir())
+        kept = sorted({path.name for path in self.root.iterdir()} - _BESIDE)
         if kept != sorted(
             ["latest", *(f"step-{step}" for step in range(last, 0, -INTERVAL)[:KEPT])]
         ):

@@ -178,11 +178,8 @@ def test_a_run_without_a_disk_that_is_killed_goes_on_by_the_same_command(url, pr
     code, _ = finish(start(ARGV, tmp_path / "straight", NGPU="2"))
     assert code == 0
     assert losses(folder) == losses(tmp_path / "straight")
-    for command in (["ls"], ["verify"], ["show"], ["cp", "copy"]):
-        verb, *target = command
-        to = [str(tmp_path / name) for name in target]
-        code, out = titanlite_at(proxy.port, "checkpoint", verb, url, *to)
-        assert code == 0 and "damaged" not in out, out
+    code, out = titanlite_at(proxy.port, "checkpoint", "cp", url, str(tmp_path / "copy"))
+    assert code == 0 and f"{url}/step-{STEPS} is now in" in out
     ours, theirs = (
         load_tensors(tmp_path / name / f"step-{STEPS}") for name in ("copy", "straight/checkpoint")
     )

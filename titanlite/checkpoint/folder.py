@@ -38,15 +38,15 @@ class CheckpointFolder:
         self.log = log
         self.settings = job.config.checkpoint
         self.root = checkpoint_root(job.config)
+        self._outer = Path(job.config.job.dump_folder)
         self.group: dist.ProcessGroup | None = None
         if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
         self.lease: Lease | None = None
         if self.settings.enable:
             if is_remote(self.root):
-                commit.run_on_all_ranks(
-                    self.group, "checkpoint.folder", self._use_bucket, UserError
-                )
+                use = self._use_bucket
+                commit.run_on_all_ranks(self.group, "checkpoint.folder", use, UserError)
             else:
                 self._refuse_unusable()
             self._clear_leftovers()
@@ -59,7 +59,7 @@ class CheckpointFolder:
         if self._has_locks:
             self.lease = Lease(self.root, holder_on(self.rank_info.host), self.log)
             self.lease.take()
-            transfer.fetch_metrics(self.root, Path(self.job.config.job.dump_folder))
+            transfer.fetch_metrics(self.root, self._outer)
 
     def confirm(self) -> None:
         """Raise if another run uses the place by now."""
@@ -70,7 +70,7 @@ class CheckpointFolder:
         """On rank 0, write down beside the run what its bucket has, for the launcher."""
         if self.lease:
             status.note(self.job.config, step)
-            transfer.copy_records(Path(self.job.config.job.dump_folder), self.root)
+            transfer.copy_records(self._outer, self.root)
 
     def finish(self, seconds: float) -> None:
         """At the end of a run, wait at most so long for the mirror."""
@@ -144,7 +144,7 @@ class CheckpointFolder:
         later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
-        outer = Path(self.job.config.job.dump_folder)
+        outer = self._outer
         if not store.same_file_system(outer, self.root):  # a rename cannot leave it
             outer = self.root
         archive = new_archive_folder(outer) / self.settings.folder

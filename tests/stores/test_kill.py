@@ -1,0 +1,45 @@
+"""A kill -9 at any moment of a save into a bucket loses no more than that save, and the next start
+resumes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.failpoints import IN_A_BUCKET, ON_EVERY_RANK
+from tests.faults.rounds import Bucket, Plan, Soak, Watcher, planned
+from tests.stores.server import BUCKET, using
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Soak]:
+    folder: Path = tmp_path_factory.mktemp("soak") / "run"
+    folder.mkdir()
+    with using(port):
+        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port))
+        watcher = Watcher(soak.root)
+        watcher.start()
+        yield soak
+        watcher.end()
+        soak.pool.close()
+    assert watcher.looks and not watcher.missed
+
+
+@pytest.mark.parametrize("point", IN_A_BUCKET)
+def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
+    save = 2 if point == IN_A_BUCKET[0] else 1
+    assert soak.round(Plan("async", int(point in ON_EVERY_RANK), point, save, seconds=0)) == ""
+
+
+@pytest.mark.parametrize("number", [3, 7, 11])
+def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
+    assert soak.round(planned(1, number)) == ""
+
+
+def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):
+    assert soak.finish() == []
