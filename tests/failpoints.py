@@ -48,18 +48,23 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
         if is_staging(folder):
             failpoint("staging begun")
 
-    def write_and_sum(original: Any, path: Path, blocks: Any, expected: int) -> Any:
+    def noted(blocks: Any) -> Iterator[Any]:
         blocks = [*blocks]
+        for number, block in enumerate(blocks):
+            if number == 1:  # after the header
+                failpoint("file begun")
+            if number == len(blocks) // 2:
+                failpoint("half a file")
+            yield block
 
-        def noted() -> Iterator[Any]:
-            for number, block in enumerate(blocks):
-                if number == 1:  # after the header
-                    failpoint("file begun")
-                if number == len(blocks) // 2:
-                    failpoint("half a file")
-                yield block
+    def write_blocks(original: Any, path: Path, blocks: Any) -> None:
+        original(path, noted(blocks))
+        failpoint("file written")
 
-        written = original(path, noted(), expected)
+    def write_and_sum(original: Any, path: Path, blocks: Any, expected: int) -> Any:
+        if not is_remote(path):  # by write_blocks
+            return original(path, blocks, expected)
+        written = original(path, noted(blocks), expected)
         failpoint("file written")
         return written
 
@@ -112,6 +117,7 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
 
     with (
         _around(store, "make_folder", make_folder),
+        _around(store, "write_blocks", write_blocks),
         _around(store, "write_and_sum", write_and_sum),
         _around(commit, "_write_tensors", write_tensors),
         _around(store, "write", write),

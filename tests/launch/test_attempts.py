@@ -309,7 +309,7 @@ def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(tmp_pa
 def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_once(
     tmp_path, monkeypatch
 ):
-    older = "titanlite.launch.stopping.latest_complete"
+    older = "titanlite.launch.stopping.newest"
     monkeypatch.setattr(older, lambda folder: 12)  # of a run that saved; this one does not
     request = stopping(tmp_path)
     page(tmp_path, 0, completed=6)
