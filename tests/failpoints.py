@@ -29,8 +29,8 @@ FAILPOINTS = (
     "after a deletion",
 )
 """In their order; those that are not in ON_EVERY_RANK are on rank 0."""
-IN_A_BUCKET = tuple(point for point in FAILPOINTS if "manifest" not in point)
-"""Those of a bucket, where the rename stands for the creation of the manifest."""
+IN_A_BUCKET = tuple(point for point in FAILPOINTS if point != "half a manifest")
+"""Those of a bucket, where the rename stands for the creation of the last manifest."""
 Failpoint = Callable[[str], object]
 
 
@@ -76,7 +76,8 @@ def calling(failpoint: Failpoint) -> Iterator[None]:
     def write(original: Any, path: Path, content: bytes) -> None:
         if path.name == MANIFEST and is_staging(path.parent):
             failpoint("before the manifest")
-            path.write_bytes(content[: len(content) // 2])
+            if not is_remote(path):
+                path.write_bytes(content[: len(content) // 2])
             failpoint("half a manifest")
             original(path, content)
             failpoint("after the manifest")

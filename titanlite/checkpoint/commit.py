@@ -158,6 +158,7 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
         manifest = Manifest(step, content.weights_only, files, {**tensors})
+        store.write(staging / MANIFEST, manifest.render())
         if problems := faults(staging, manifest):
             raise OSError("; ".join(problems))
         if staging.parent == target:

@@ -161,18 +161,15 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -> None:
-    """Give a folder its name once its files, with `name` as the last, are on the disk: it is whole
-    or not there.
+    """Give a folder its name once its files are on the disk: it is whole or not there.
 
-    In a bucket the files stay where they are, and the last one is created beside them.
+    In a bucket the files stay where they are, and one that names their folder is created beside it.
     """
     if isinstance(target, BucketPath):
         last = target / name
         if last.bucket.put_if(last.key, content) is None:
             raise FileExistsError(f"{last} was put there by another run")
         return
-    if name:
-        write(staging / name, content)
     sync(staging)
     rename(staging, target)
 
