@@ -137,8 +137,7 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
     saving = f"the save of step {step}"
 
     def begin() -> dict[str, Tensor]:
-        mark = target / MANIFEST if is_remote(target) else target
-        if rank_in(group) == 0 and store.exists(mark):
+        if rank_in(group) == 0 and not is_remote(target) and store.exists(target):
             raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
         return _describe_all(content.tensors)
 

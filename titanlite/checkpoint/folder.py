@@ -45,8 +45,9 @@ class CheckpointFolder:
         self.lease: Lease | None = None
         if self.settings.enable:
             if is_remote(self.root):
-                use = self._use_bucket
-                commit.run_on_all_ranks(self.group, "checkpoint.folder", use, UserError)
+                commit.run_on_all_ranks(
+                    self.group, "checkpoint.folder", self._use_bucket, UserError
+                )
             else:
                 self._refuse_unusable()
             self._clear_leftovers()

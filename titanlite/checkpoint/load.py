@@ -109,12 +109,12 @@ def _verify(
     manifest = None
     try:
         manifest = read_manifest(folder)
-        is_local = not is_remote(folder)
-        contents = manifest.files if full and is_local else [STATE, CONFIG, ENVIRONMENT]
+        remote = is_remote(folder)
+        contents = manifest.files if full and not remote else [STATE, CONFIG, ENVIRONMENT]
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         share = slice(rank, None, ranks)
         problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
-        if full and not is_local and not problems:
+        if full and remote and not problems:
             with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
                 pass  # verified; `_read` finds it there
     except (CorruptCheckpoint, OSError) as error:
