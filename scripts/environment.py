@@ -31,6 +31,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PLACE = VENV / "titanlite-place"
 HOST = "titanlite-host.pth"
+LOG = VENV / "titanlite-install.log"
 NEEDED = (
     "torch",
     "torchdata",
@@ -179,7 +180,9 @@ def make(dev: bool) -> None:
             )  # it may be of another version
     else:
         make_empty()
-    say(f"installing titanlite into {VENV} (once; a few minutes, most of it PyTorch)")
+    purpose = " what titanlite's tests need" if dev else " titanlite"
+    duration = "once" if installed("torch") else "once; a few minutes, most of it PyTorch"
+    say(f"installing{purpose} into {VENV} ({duration})")
     # Float8's package is small, and any config may need it.
     target = f"{ROOT}[dev]" if dev else f"{ROOT}[float8]"
     command = [
@@ -188,8 +191,6 @@ def make(dev: bool) -> None:
         "pip",
         "install",
         "--disable-pip-version-check",
-        "--progress-bar",
-        "on",
     ]
     if (
         not installed("pip")
@@ -206,11 +207,12 @@ def make(dev: bool) -> None:
             fail(f"{VENV} has no pip, and there is no uv to install with. {START_OVER}")
     command += ["-e", target]
     done = threading.Event()
-    threading.Thread(target=show_unpacking, args=(done,), daemon=True).start()
-    code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    threading.Thread(target=show_progress, args=(done,), daemon=True).start()
+    with LOG.open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
     done.set()
     if code:
-        fail(f"the installation failed; see above. {START_OVER}")
+        fail(f"the installation failed: {last_line(LOG)}\n  all of it is in {LOG}. {START_OVER}")
     marker(dev).touch()
 
 
@@ -246,15 +248,23 @@ def installed(module: str) -> bool:
     ).returncode
 
 
-def show_unpacking(done: threading.Event, seconds: float = 5) -> None:
-    """Print how much is installed when it has grown: pip is silent while it unpacks PyTorch, for a
-    minute or more.
+def show_progress(done: threading.Event, seconds: float = 5) -> None:
+    """Print how much is installed when it has grown, as pip is silent while it unpacks PyTorch for
+    a minute or more; before that what it downloads.
     """
-    size = installed_bytes()
+    size, line = installed_bytes(), ""
     while not done.wait(seconds):
         if (now := installed_bytes()) > size + (1 << 20):
             say(f"unpacking: {now >> 20:,} MiB so far")
             size = now
+        elif (last := last_line(LOG)) != line and "Downloading" in last:
+            say(last)
+            line = last
+
+
+def last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").split("\n") if file.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def installed_bytes() -> int:

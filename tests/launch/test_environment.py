@@ -141,7 +141,7 @@ def test_a_copied_or_moved_checkout_or_one_whose_python_changed_makes_its_enviro
     assert found.is_made(dev=False)
 
 
-def test_unpacking_shows_what_has_been_unpacked(checkout, capsys, monkeypatch):
+def test_an_installation_shows_what_it_downloads_and_has_unpacked(checkout, capsys):
     environment = load(checkout)
     folder = environment.site_packages()
     folder.mkdir(parents=True)
@@ -154,9 +154,22 @@ def test_unpacking_shows_what_has_been_unpacked(checkout, capsys, monkeypatch):
             (folder / f"torch{self.rounds}.so").write_bytes(bytes((3 << 20) * (self.rounds != 2)))
             return self.rounds > 3
 
-    environment.show_unpacking(Done())
+    environment.LOG.write_text("Downloading torch (800 MB)\n\n")
+    environment.show_progress(Done())
     lines = [f"titanlite: unpacking: {size} MiB so far" for size in (3, 6)]
-    assert capsys.readouterr().err.splitlines() == lines, "and nothing while it does not grow"
+    lines.insert(1, "titanlite: Downloading torch (800 MB)")
+    assert capsys.readouterr().err.splitlines() == lines, "while it does not grow, the log"
+
+
+def test_an_installation_prints_one_line_and_its_failure_names_the_log(checkout):
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text().replace('"backend"', '"absent_backend"'))
+    out, error = start(checkout).communicate(timeout=120)
+    installing, failed, rest = error.splitlines()
+    assert "installing titanlite into" in installing and not out
+    assert "the installation failed: " in failed
+    log = checkout / ".venv/titanlite-install.log"
+    assert f"all of it is in {log}" in rest and "absent_backend" in log.read_text()
 
 
 def test_a_checkout_started_from_within_another_does_not_run_the_others_code(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,18 @@ def test_the_model_of_a_project_has_a_row_for_each_parameter(project):
     )
     assert placements.returncode == 0, placements.stderr
     assert "layers.*.feed_forward.w2.weight" in placements.stdout
+
+
+def test_the_commands_of_a_projects_page_need_nothing_more(project):
+    """A first start installs no pytest, and the config is for a laptop."""
+    page = (project / "README.md").read_text()
+    assert "pip install pytest && pytest " in page
+    plan = re.search(r"^titanlite (plan (.*\\\n)*.*)", page, re.M)
+    assert plan, page
+    words = plan[1].replace("\\\n", "").replace(" 1B ", " debugmodel ").split()
+    planned = in_project(project, "titanlite", *words)
+    assert planned.returncode == 0 and "It fits: " in planned.stdout, planned.stdout
+    assert "65,536 tokens, batch 8 " in planned.stdout, "not the sequences of the laptop"
 
 
 def test_the_scripts_of_a_project_are_its_own(project):

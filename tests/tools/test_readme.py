@@ -15,7 +15,7 @@ from tests.launch.run import ROOT, environment
 
 PAGES = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guide.md")]
 STARTS = (
-    r"(\./(run_train\.sh|scripts/)|[A-Z]+=\S+ |titanlite[ .][a-z]"
+    r"(source |\./(run_train\.sh|scripts/)|[A-Z]+=\S+ |titanlite[ .][a-z]"
     r"|python |hf |sbatch |torchrun |srun |--help )"
 )
 
@@ -121,6 +121,7 @@ ELSEWHERE = {
         "needs a network, and is a command of huggingface_hub"
     ),
     "sbatch scripts/slurm/train.slurm --config mine.toml": "needs SLURM",
+    "source .venv/bin/activate": "tests/launch/test_environment.py",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
     "titanlite init my_model": "tests/tools/test_init.py",
     "torchrun … -m titanlite.train …": (
@@ -135,6 +136,13 @@ def test_every_command_of_the_readme_is_run_by_a_test():
 
 def test_the_readme_is_a_landing_page():
     assert len(PAGES[0].splitlines()) <= 120
+
+
+def test_a_page_says_how_titanlite_becomes_a_command_before_its_first_one():
+    tutorials = [ROOT / f"docs/tutorial-{name}.md" for name in ("own-text", "new-model", "cluster")]
+    for page in (PAGES[0], *(path.read_text(encoding="utf-8") for path in tutorials)):
+        first = re.search(r"(?m)`titanlite [a-z]|^titanlite ", page)
+        assert first and "source .venv/bin/activate" in page[: first.start()]
 
 
 SMALL = """

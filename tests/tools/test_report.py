@@ -131,6 +131,35 @@ def test_of_half_a_run_there_is_what_its_files_have(run, capsys):
     assert "no logged step yet" in capsys.readouterr().err
 
 
+def test_a_run_that_starts_has_a_view_before_its_first_step(run, capsys):
+    """The files that a start writes first: its logs."""
+    (run / "metrics.jsonl").unlink()
+    (run / "config.toml").unlink()
+    assert main(["top", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{run}: starting, no step logged yet\n  launcher  planned peak 52.5 MiB" in out
+    assert re.search(r"0 +forward +11 +0\.2 +a\n", out)
+    assert main(["report", str(run), "--html", f"{run}/page.html"]) == 2
+    assert "has no logged step yet" in capsys.readouterr().err
+
+
+def test_a_run_at_its_last_step_is_done(run, capsys):
+    sink = JsonLines(run / "metrics.jsonl", 99)
+    sink.write(20, asdict(record(20, 2.0, memory_gib=2.0)), {})
+    sink.close()
+    assert main(["top", str(run)]) == 0
+    assert "step 20 of 20, done\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["top", "plot"])
+def test_of_the_folder_of_a_sweep_the_runs_are_named(tmp_path, capsys, command):
+    for value in ("1e-3", "4e-3"):
+        write(tmp_path / f"optimizer.lr={value}", [record(1, 4.0)])
+    assert main([command, str(tmp_path)]) == 2
+    runs = ", ".join(f"{tmp_path}/optimizer.lr={value}" for value in ("1e-3", "4e-3"))
+    assert f"; runs below it: {runs}\n" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     for argv in (["top", str(tmp_path)], ["report", f"{tmp_path}/absent", "--html", "a.html"]):
         assert main(argv) == 2

@@ -14,6 +14,7 @@ import numpy as np
 
 from titanlite.errors import UserError, print_notice
 from titanlite.launch.terminal import NOTICES
+from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
     "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib".split(),
@@ -91,11 +92,15 @@ def read_run(dump: Path) -> Run:
     """Read the metrics in a dump folder, or a metrics.jsonl itself, without a last line that is not
     complete yet.
     """
-    file = dump / "metrics.jsonl" if dump.is_dir() else dump
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; give the dump folder of a run (job.dump_folder)")
+    file = dump / METRICS if dump.is_dir() else dump
+    if not file.is_file() and not (dump / "logs").exists():  # a run that starts has only logs
+        below = ", ".join(f"{path.parent}" for path in sorted(dump.glob(f"*/{METRICS}")))
+        hint = f"; runs below it: {below}" if below else ""
+        raise UserError(
+            f"{file} does not exist; give the dump folder of a run (job.dump_folder){hint}"
+        )
     rows = {key: {} for key in FIELDS}
-    lines = file.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
+    lines = text_of(file).rstrip().split("\n")
     for number, line in enumerate(lines, 1):
         try:
             record = NOT_ALWAYS | json.loads(line or "{}")

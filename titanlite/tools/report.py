@@ -17,6 +17,7 @@ from titanlite.config.options import declare
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import columns
+from titanlite.launch.terminal import NOTICES
 from titanlite.layout import Layout
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table, html_table, write_html
@@ -66,21 +67,30 @@ def view(dump: Path) -> tuple[str, bool]:
     """Return a run as text as wide as the terminal, and whether it has reached its last step."""
     record = read_run(dump)
     config = tomllib.loads(text_of(record.folder / CONFIG))
-    steps, step, seconds = config.get("training", {}).get("steps", 0), 0, 0
+    steps, is_over = config.get("training", {}).get("steps", 0), False
+    state = "starting, no step logged yet"
     if len(record.logged):
         step, seconds = record.logged[["step", "step_seconds"]][-1]
-    eta = format_duration((steps - step) * seconds)
+        is_over = step >= steps > 0
+        left = "done" if is_over else f"eta {format_duration((steps - step) * seconds)}"
+        state = f"step {step:.0f} of {steps}, {left}"
     rows = []
     for key in CURVES:
         values = record.values(key)
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
     tables = [
-        Table("curves", f"{dump}: step {step:.0f} of {steps}, eta {eta}", (), rows),
+        Table("curves", f"{dump}: {state}", (), rows or _last_notice(record.folder)),
         Table("events", "events", (), record.events()),
         _ranks(record.folder / "logs" / RANKS),
     ]
-    return "\n\n".join(map(str, tables)), step >= steps > 0
+    return "\n\n".join(map(str, tables)), is_over
+
+
+def _last_notice(folder: Path) -> list[tuple[str, str]]:
+    """Return the last line of the launcher's log."""
+    lines = text_of(folder / "logs" / NOTICES).splitlines()
+    return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
 
 
 def _ranks(file: Path) -> Table:
