@@ -78,6 +78,7 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
         "--training.dataset=tokens --training.dataset_path=s3://bucket/shards",
         1,
     ),
+    ("token shards", "training.dataloader.token_dtype", "uint16", "", 1),
     ("optimizer.weight_decay", "optimizer.no_decay", "[]", "--optimizer.weight_decay=0.0", 1),
     ("steps of decay", "lr_scheduler.decay_type", "cosine", "--lr_scheduler.decay_ratio=0.0", 1),
     ("steps of decay", "lr_scheduler.min_lr_factor", "0.5", "--lr_scheduler.warmup_steps=3", 1),

@@ -343,6 +343,9 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     + "test_windows_and_fingerprint_are_those_of_a_folder_cold_and_while_and_when_cached",
     "training.dataloader.cache_gib": SHARDS
     + "test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go",
+    "training.dataloader.token_dtype": (
+        "tests/data/test_olmo.py::test_ids_of_a_file_that_does_not_say_their_type_have_the_named_one"
+    ),
     "training.dataloader.stall_timeout_seconds": (
         "tests/data/test_stream.py::test_the_config_sets_the_stall_timeout"
     ),

@@ -78,7 +78,8 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
     return {
         "steps of decay": decays,
         "a streamed data set": bool(streamed(config)),
-        "token shards by URL": _reads_a_store(config),
+        "token shards": any(name == "tokens" for name, _ in _sources(config)),
+        "token shards by URL": any("://" in path for _, path in _sources(config)),
         'activation_checkpoint.mode "selective"': mode == "selective",
         'activation_checkpoint.mode "memory_budget"': mode == "memory_budget",
         "recomputation of blocks": mode in ("full", "selective"),
@@ -96,11 +97,10 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
     }
 
 
-def _reads_a_store(config: JobConfig) -> bool:
-    paths = [source.dataset_path for source in config.training.sources]
-    if config.validation.enable:
-        paths.append(config.validation.dataset_path)
-    return any("://" in path for path in paths)
+def _sources(config: JobConfig) -> list[tuple[str, str]]:
+    """Return the names and paths of the data sets."""
+    given = [*config.training.sources, *[config.validation] * config.validation.enable]
+    return [(source.dataset, source.dataset_path) for source in given]
 
 
 def _mesh_conditions(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, bool]:

@@ -112,6 +112,11 @@ class Dataloader(Section):
         float, Field(gt=0), Only("token shards by URL", "training.dataloader.cache_folder")
     ] = 100.0
     """Largest size of that folder, in GiB."""
+    token_dtype: Annotated[
+        Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Only("token shards")
+    ] = ""
+    """Type of the ids in token shards that do not say it: a .npy without numpy's header (otherwise
+    the smallest that holds the vocabulary), and a .bin that is only ids."""
 
 
 class Mixture(Section):

@@ -2,7 +2,8 @@
 
 `.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
 version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
-vocabulary, or numpy's own format. A `.bin` with an `.idx` beside it is Megatron's.
+vocabulary, or numpy's own format; a `.csv.gz` beside it has the ends of documents. A `.bin` with an
+`.idx` beside it is Megatron's.
 """
 
 import bisect
@@ -20,6 +21,7 @@ import numpy as np
 
 from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.data.megatron import index_of, read_index
+from titanlite.data.olmo import read_table, table_of
 from titanlite.errors import RunFailed, UserError, first_line, remedy
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Shard:
     """Bytes before the first id."""
     tokens: int
     index: Path | None = None
-    """Megatron's, which has the ends of documents."""
+    """Megatron's, or OLMo's table, which has the ends of documents."""
     crc32: int = 0
     """Of the ids, if it is known."""
 
@@ -69,16 +71,21 @@ class Shard:
         return self.start + self.tokens * self.dtype.itemsize
 
 
-def open_shard(path: Path, vocab_size: int) -> Shard:
-    """Find the ids of one shard; raise a UserError if its format is wrong."""
+def open_shard(path: Path, vocab_size: int, raw_type: str = "") -> Shard:
+    """Find the ids of one shard, of `raw_type` if nothing in the file says of which type they are.
+
+    Raise a UserError if its format is wrong.
+    """
     try:
         size = path.stat().st_size
         if index := index_of(path):
             dtype, _ = read_index(index, size)
             return Shard(path, dtype, 0, size // dtype.itemsize, index)
         if path.suffix == ".npy":
-            return _open_npy(path, vocab_size)
+            return _open_npy(path, vocab_size, raw_type)
         first = np.fromfile(path, dtype=np.int32, count=3)
+        if raw_type and first[:1] != MAGIC:
+            return _open_raw(path, np.dtype(raw_type))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}{remedy(error)}") from None
     if size < HEADER_BYTES or first[0] != MAGIC or first[1] not in (1, 2):
@@ -94,21 +101,33 @@ def open_shard(path: Path, vocab_size: int) -> Shard:
     return shard
 
 
-def _open_npy(path: Path, vocab_size: int) -> Shard:
+def _open_npy(path: Path, vocab_size: int, raw_type: str) -> Shard:
     with path.open("rb") as file:
         first = file.read(4096)
     if first.startswith(b"\x93NUMPY"):
         numbers = _load_numbers(path)
-        return Shard(path, numbers.dtype, numbers.offset, len(numbers))
+        return Shard(path, numbers.dtype, numbers.offset, len(numbers), table_of(path))
+    if raw_type:
+        return _open_raw(path, np.dtype(raw_type))
     # The upper bytes of such a vocabulary's uint16 are zero.
     is_uint8 = vocab_size <= 256 and any(first[1::2])
     dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
+    if dtype == np.uint16 and len(first) > 64 and not any(first[2::4] + first[3::4]):
+        raise UserError(
+            f"{path} seems to have ids of 4 bytes or more, and those of a vocabulary of "
+            f"{vocab_size} are read as {dtype}; name their type in training.dataloader.token_dtype"
+        )
+    return _open_raw(path, dtype)
+
+
+def _open_raw(path: Path, dtype: np.dtype) -> Shard:
+    """Find the ids of a file that has nothing else."""
     tokens, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest:
         raise UserError(
             f"{path} is damaged: its size is not a multiple of {dtype.itemsize} bytes ({dtype})"
         )
-    return Shard(path, dtype, 0, tokens)
+    return Shard(path, dtype, 0, tokens, table_of(path))
 
 
 def _load_numbers(path: Path) -> np.memmap:
@@ -141,11 +160,12 @@ class ShardSource:
         vocab_size: int,
         end: int,
         remote: "Remote | None" = None,
+        raw_type: str = "",
         fingerprint: str = "",
     ) -> None:
         if not path.exists():
             raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
-        self._arguments = key, path, vocab_size, end, remote
+        self._arguments = key, path, vocab_size, end, remote, raw_type
         self.remote = remote
         self.folder = path if path.is_dir() else path.parent
         self.vocab_size = vocab_size
@@ -155,7 +175,7 @@ class ShardSource:
         if self.manifest:
             self._shards = _listed_shards(path, self.manifest)
         else:
-            self._shards = [open_shard(file, vocab_size) for file in _find_shards(path)]
+            self._shards = [open_shard(file, vocab_size, raw_type) for file in _find_shards(path)]
         self._stops = list(itertools.accumulate(shard.tokens for shard in self._shards))
         self.tokens = self._stops[-1] if self._stops else 0
         self.bytes = sum(shard.size for shard in self._shards)
@@ -174,6 +194,8 @@ class ShardSource:
         # Documents end where it says, with or without an end token.
         is_chat = self.manifest is not None and self.end < 0
         self.has_index = is_chat or any(shard.index for shard in self._shards)
+        if self.has_index and not self.manifest:
+            self.document_ends(0, 1)  # an index of another type is found
         # Of the text that was prepared.
         self.state: str = self.manifest["state"] if self.manifest else ""
 
@@ -255,7 +277,12 @@ class ShardSource:
             if self.remote:
                 self.remote.bring(own)
             if index or own.exists():
-                found = read_index(index, shard.size)[1] if index else _load_numbers(own)
+                if not index:
+                    found = _load_numbers(own)
+                elif index.suffix == ".idx":
+                    found = read_index(index, shard.size)[1]
+                else:
+                    found = read_table(index, shard.tokens)
                 low, high = np.searchsorted(found, (offset, offset + length), side="right")
                 ends.append(found[low:high].astype(np.int64) + first)
                 continue

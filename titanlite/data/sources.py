@@ -84,7 +84,7 @@ def open_shards(
     if "://" in path:
         cache_bytes = int(settings.cache_gib * 2**30) if settings.cache_folder else 0
         remote = Remote(path, folder, cache_bytes)
-    return ShardSource(key, folder, vocab_size, end, remote)
+    return ShardSource(key, folder, vocab_size, end, remote, settings.token_dtype)
 
 
 def in_turn(function: Callable[..., object], *columns: Any) -> None:
