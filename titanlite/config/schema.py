@@ -70,9 +70,7 @@ class Model(Section):
 
 
 class Lora(Section):
-    """LoRA: the product of two narrow matrices is trained beside each matrix, and all else is
-    frozen.
-    """
+    """LoRA: the product of two narrow matrices is trained beside a matrix, all else is frozen."""
 
     only = Only("lora.rank")
     rank: Annotated[Natural, Only()] = 0
@@ -80,9 +78,7 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The product is scaled by alpha / rank."""
     patterns: list[str] = ["*"]
-    """Patterns of the matrices that have an adapter, as the model's table names them, such as
-    "layers.*.attention.w[qv]".
-    """
+    """Patterns of matrices with an adapter, by the model's table: "layers.*.attention.w[qv]"."""
     dropout: Decay = 0.0
     """Fraction of an adapter's inputs that are dropped in training."""
 
@@ -115,8 +111,7 @@ class Dataloader(Section):
     token_dtype: Annotated[
         Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Only("token shards")
     ] = ""
-    """Type of the ids in token shards that do not say it: a .npy without numpy's header (otherwise
-    the smallest that holds the vocabulary), and a .bin that is only ids."""
+    """Type of ids in files that do not say it; unset: the smallest that holds the vocabulary."""
 
 
 class Mixture(Section):
