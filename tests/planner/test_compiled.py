@@ -4,10 +4,13 @@ workspaces.
 
 import pytest
 
+from tests.jobs import QUIET, job
 from tests.lanes import sample
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.planner.depth import plan_step
+from titanlite.planner.record import KINDS
+from titanlite.planner.rehearse import record_step
 
 GIB = 1 << 30
 BLAS = 64 << 20
@@ -30,5 +33,16 @@ MEASURED = {
 @pytest.mark.parametrize("options", sample(MEASURED, f"{WIDE} {NONE}"))
 def test_the_planned_peak_of_a_compiled_step_is_that_of_an_h100(options):
     line = parse_command_line([*ALL.split(), *options.split()], {})
-    job = job_from(line, world=1, training=True, device="cuda")
-    assert (plan_step(job).peak + BLAS) / GIB == pytest.approx(MEASURED[options], abs=0.015)
+    compiled = job_from(line, world=1, training=True, device="cuda")
+    assert (plan_step(compiled).peak + BLAS) / GIB == pytest.approx(MEASURED[options], abs=0.015)
+
+
+def test_uneven_shards_are_gathered_and_freed_in_a_compiled_step_as_in_one_that_is_not():
+    def gathered(*options: str) -> list[int]:
+        argv = [*QUIET, "--model.overrides.dim=64", "--model.overrides.n_layers=2", *options]
+        operations = record_step(job([*argv, "--training.mixed_precision_param=bfloat16"], 3))
+        kind = KINDS.index("gathered")
+        return [operation.by_kind[kind] for operation in operations.operations]
+
+    compiled, eager = gathered("--compile.enable"), gathered()
+    assert {compiled[0], compiled[-1], eager[-1]} == {0} and max(compiled) == max(eager) > 0

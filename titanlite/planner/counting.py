@@ -27,6 +27,7 @@ from titanlite.planner.torch_private import (
     CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
     around_sharding_propagation,
+    is_compiling,
     is_wrapper_subclass,
     storage_key,
     written_arguments,
@@ -145,7 +146,8 @@ class Counting(TorchDispatchMode):
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self._see(storage, "gathered")  # how FSDP2 fills and frees whole parameters
+            if not is_compiling():  # the compiler makes stand-ins of its own
+                self._see(storage, "gathered")  # how FSDP2 fills and frees whole parameters
 
         self._patches = ExitStack()
         self._patches.enter_context(around_sharding_propagation(self.hide))

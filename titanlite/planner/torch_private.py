@@ -107,7 +107,7 @@ def waiting_as_on_a_device() -> Iterator[None]:
     at_once = functional._maybe_wrap_tensor
 
     def waiting(tensor: torch.Tensor) -> Any:
-        return at_once(tensor) if _is_compiling() else functional.AsyncCollectiveTensor(tensor)
+        return at_once(tensor) if is_compiling() else functional.AsyncCollectiveTensor(tensor)
 
     loaded = [
         module for name, module in sys.modules.items() if name.startswith("torch.distributed")
@@ -115,12 +115,12 @@ def waiting_as_on_a_device() -> Iterator[None]:
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
-                patches.enter_context(patch.object(module, "_are_we_tracing", _is_compiling))
+                patches.enter_context(patch.object(module, "_are_we_tracing", is_compiling))
         patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", waiting))
         yield
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
