@@ -39,7 +39,7 @@ def refused(monkeypatch, tmp_path):
     return refusal
 
 
-@pytest.mark.parametrize(("host_gib", "processes", "has"), [(200, 1, ""), (200, 4, "50.0")])
+@pytest.mark.parametrize(("host_gib", "processes", "has"), [(200, 1, ""), (200, 4, "49.6")])
 def test_offloaded_state_is_compared_with_the_memory_of_the_host(
     refused, monkeypatch, host_gib, processes, has
 ):
@@ -47,6 +47,14 @@ def test_offloaded_state_is_compared_with_the_memory_of_the_host(
     argv = [*OFFLOADED_8B, f"--parallelism.data_parallel_replicate_degree={processes}"]
     refusal = refused(argv, processes)
     assert f"and a rank has {has} GiB of host memory" in refusal if has else not refusal
+
+
+def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 23 << 30)
+    assert preflight.rank_bytes(job(TINY, 2), "cpu", 2) == (23 << 29) - (400 << 20)
+    line = "64 processes need 25.0 GiB before they have a model.* has 23.0 GiB; at most 58 "
+    with pytest.raises(UserError, match=line):
+        preflight.rank_bytes(job(TINY, 2), "cpu", 64)
 
 
 @pytest.mark.parametrize(

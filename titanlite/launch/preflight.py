@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 Check = Callable[..., Any]
 """Calls a function with arguments and, if it raises a UserError, records the message."""
 
+_PYTHON_AND_TORCH = 400 << 20
+"""Bytes of a rank's own without a model; one of debug.toml had 460 MB in all, torch 2.14."""
+
 
 def check_machine(job: Job, device: str, processes: int, first_node: bool = True) -> None:
     """Raise a UserError that names everything this machine lacks for the job."""
@@ -79,8 +82,16 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
     """Return the memory of a rank for parameters and optimizer state; None if unknown."""
     from titanlite.observe.memory import machine_bytes
 
-    on_gpu = device == "cuda" and not job.config.training.enable_cpu_offload
-    return gpu_bytes() if on_gpu else machine_bytes() // processes
+    if device == "cuda" and not job.config.training.enable_cpu_offload:
+        return gpu_bytes()
+    machine = machine_bytes()
+    if machine < processes * _PYTHON_AND_TORCH:
+        need, most = format_bytes(processes * _PYTHON_AND_TORCH), machine // _PYTHON_AND_TORCH
+        raise UserError(
+            f"memory: {processes} processes need {need} before they have a model, and this machine "
+            f"has {format_bytes(machine)}; at most {most} (NGPU)"
+        )
+    return machine // processes - _PYTHON_AND_TORCH
 
 
 def data_faults(loaded: Loaded) -> list[ConfigFault]:
