@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from titanlite.layout import DIMENSIONS, Layout  # noqa: E402
 from titanlite.parallel import parallelize  # noqa: E402
 from titanlite.planner.fake_world import FakeWorld  # noqa: E402
-from titanlite.tools.report import view  # noqa: E402
+from titanlite.tools.top import view  # noqa: E402
 
 FIRST_RUN = ROOT / "benchmarks" / "first_run"
 TAKEN = "metrics.jsonl", "config.toml", "logs/launcher.log", "logs/ranks.json"

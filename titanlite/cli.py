@@ -45,7 +45,7 @@ COMMANDS = {
         "compare the ranks and time their network, for a bug report",
     ),
     "profile": ("titanlite.tools.profile", "show where the time of a training step goes"),
-    "top": ("titanlite.tools.report", "show a run in the terminal: curves, ranks, saves, restarts"),
+    "top": ("titanlite.tools.top", "show a run in the terminal: curves, ranks, saves, restarts"),
     "report": ("titanlite.tools.report", "write a run as one page, to send to a colleague"),
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }

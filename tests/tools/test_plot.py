@@ -133,6 +133,13 @@ def test_several_runs_share_panels_and_the_page_needs_nothing_else(tmp_path, cap
     assert "a/$x$<b>" in printed and "4.50000" in printed and "wrote curves.html" in printed
 
 
+def test_the_page_of_one_run_lies_in_its_folder(tmp_path, capsys):
+    folder = write(tmp_path / "run", [record(1, 4.0), record(2, 3.0)])
+    assert main(["plot", str(folder)]) == 0
+    assert f"wrote {folder}/curves.html" in capsys.readouterr().out
+    assert (folder / "curves.html").exists()
+
+
 def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):
     folder = write(tmp_path / "run", [record(1, 4.0), record(2, 3.0)], torn='{"step": 3, "lo')
     assert len(read_run(folder).logged) == 2

@@ -103,8 +103,8 @@ CHECKS = {
     "titanlite generate": Check(r"titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self, "),
     "titanlite evaluate": Check(r"bits per byte +\d\.\d+", "--steps 2"),  # not all windows
     "titanlite top outputs": Check(r"step 24 of 24(.*\n)+ +loss +\d(.*\n)+ +1 +ended +24 "),
-    "titanlite report outputs --html report.html": Check("wrote report.html"),
-    "titanlite plot outputs": Check(r"outputs +24 .*\nwrote "),
+    "titanlite report outputs": Check("wrote outputs/report.html"),
+    "titanlite plot outputs": Check(r"outputs +24 .*\nwrote outputs/curves.html"),
     "titanlite doctor": Check(r"\nnetwork    all-reduce over dp_shard 2: "),
     "titanlite profile": Check(r"the step +[\d.]+ +100\.0%"),
     "titanlite verify --model llama3": Check(

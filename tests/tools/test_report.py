@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,20 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank(run, capsys, monk
         r"validation_loss +2\.875 ",
         r"memory +2\.00 GiB measured, planned 52\.5 MiB a rank, in head",
         r"saves +1; step 8 in 1\.50 s, 0\.25 s of waiting",
-        r"restarts +3",
-        r"hangs +1",
+        r"restarts +3 since the last start",
+        r"hangs +1 since the last start",
         r"bad steps +1",
         r"0 +forward +11 +0\.2 +a",
         r"1 +data +11 +31\.0 +b",
     ):
         assert re.search(f"(?m)^ +{line}$", out) or re.search(line, out), line
+
+
+def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, capsys):
+    (run / "environment.json").write_text('{"device": "cpu"}')
+    assert main(["top", str(run)]) == 0
+    whole = "2.00 GiB measured (the whole process, with Python and torch), planned 52.5 MiB"
+    assert whole in capsys.readouterr().out
 
 
 def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
@@ -167,6 +175,24 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
         assert "does not exist; give the dump folder of a run" in error and error.count("\n") == 1
 
 
+def test_the_page_says_what_was_trained_and_when_and_lies_in_the_dump_folder(run, capsys):
+    config = {"training.steps": 20, "job.description": "a <small> Llama"}
+    (run / "config.toml").write_text(to_toml(with_values(JobConfig(), config)))
+    (run / "environment.json").write_text('{"started": "2026-11-27T10:00:00+0000"}')
+    facts = {"model": "llama3 debugmodel, 9 parameters", "device": "CPU, 2 ranks", "data": "text"}
+    log = [f"{name:<10} {text}" for name, text in facts.items()]
+    (run / "logs/rank-0.log").write_text("\n".join([*log, "step:  1  loss:  6"]))
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"wrote {run}/report.html\n"
+    text = (run / "report.html").read_text()
+    assert "<title>a &lt;small&gt; Llama</title>" in text and "<h2>Mesh</h2><" in text
+    rows = {**facts, "folder": str(run), "started": "2026-11-27T10:00:00+0000"}
+    for name, value in rows.items():
+        assert f"<td>{name}</td><td>{value}</td>" in text
+    today = datetime.now().astimezone().strftime("%Y-%m-%d")
+    assert re.search(rf"<td>this page</td><td>{today}T[\d:]+[+-]\d+</td>", text)
+
+
 def test_the_page_has_the_run_and_needs_nothing_else(run, capsys):
     page = run / "page.html"
     assert main(["report", str(run), "--html", str(page)]) == 0
@@ -179,7 +205,7 @@ def test_the_page_has_the_run_and_needs_nothing_else(run, capsys):
         'id="mesh-picture"',
         "<td>10</td><td>2.87500</td>",
         "2.00 GiB measured, planned 52.5 MiB",
-        "<td>hangs</td><td>1</td>",
+        "<td>hangs</td><td>1 since the last start</td>",
         "&lt;b&gt;",
     ):
         assert part in text, part

@@ -33,9 +33,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     options = {
         "DUMP …": ("dump folder of a run, or metrics.jsonl", Path),
         "--out FILE": (
-            "an .html (default: curves.html), .png, .svg or .pdf",
+            "an .html (default: curves.html, of one run in its dump folder), .png, .svg or .pdf",
             Path,
-            Path("curves.html"),
         ),
         "--x steps|tokens|hours": ("x axis (default: steps)", str, "steps"),
         "--by KEY": "draw last losses over a key in which the runs differ",
@@ -47,7 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Draw the runs into a file, and print how far each has come."""
-    out, runs = arguments.out, read_runs(arguments.dump)
+    runs = read_runs(arguments.dump)
+    out = arguments.out or Path(runs[0].folder if len(runs) == 1 else "", "curves.html")
     by_key = draw_by(runs, arguments.by) if arguments.by else None
     if arguments.text and by_key:
         print(by_key[1])

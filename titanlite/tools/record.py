@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
 from titanlite.launch.terminal import NOTICES
 from titanlite.observe.run_folder import METRICS
@@ -74,11 +75,14 @@ class Run:
         saves = f"{len(self.saved)}"
         for save in self.saved[-1:]:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
+        on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
+        whole = " (the whole process, with Python and torch)" if on_cpu else ""
+        planned = ", ".join(planned) or "unknown"
         return [
-            ("memory", f"{memory:.2f} GiB measured, planned {', '.join(planned) or 'unknown'}"),
+            ("memory", f"{memory:.2f} GiB measured{whole}, planned {planned}"),
             ("saves", saves),
-            ("restarts", f"{max(attempts, default=0)}"),
-            ("hangs", f"{len([*logs.glob('hang-*.txt')])}"),
+            ("restarts", f"{max(attempts, default=0)} since the last start"),
+            ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.bad)}"),
         ]
 
