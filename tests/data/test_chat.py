@@ -275,3 +275,16 @@ def test_a_file_that_holds_no_chats_is_named(tmp_path, name):
     (tmp_path / name).write_text("hello")
     with pytest.raises(UserError, match=f"{name} holds no chats: they are lines of .jsonl"):
         find_documents("training", "chat", str(tmp_path))
+
+
+def test_generate_puts_a_question_into_the_template_and_needs_one(pool, tmp_path, capsys):
+    assets = folder(tmp_path / "a", PLAIN)
+    saving = ["--checkpoint.enable", "--training.steps=1"]
+    pool.run(run_to_end, [*chat_options(assets), *saving], str(tmp_path / "chats"), world=1)
+    ask = ["generate", "--chat", "--prompt=hello", "--tokens=1", "--checkpoint"]
+    assert main([*ask, str(tmp_path / "chats")]) == 0
+    question = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert capsys.readouterr().out.startswith(question)
+    pool.run(run_to_end, [*TINY, *saving], str(tmp_path / "text"), world=1)
+    assert main([*ask, str(tmp_path / "text")]) == 2
+    assert "chats need a tokenizer with a chat template" in capsys.readouterr().err
