@@ -115,7 +115,7 @@ def test_verify_proves_it_and_names_what_is_not_that_of_one_process(
 
 def test_verify_takes_no_other_key_of_an_optimizer(package):
     with pytest.raises(
-        ConfigError, match=r"optimizer.lr.*\n.*only keys of \[model\] and optimizer.name"
+        ConfigError, match=r"optimizer.lr.*\n.*keys of \[model\] and \[lora\], and optimizer.name"
     ):
         read_model([*SIGNS, "--optimizer.lr=1"], {})
     with pytest.raises(UserError, match="did you mean Signs"):
