@@ -79,6 +79,8 @@ def test_ids_that_would_be_read_in_another_type_are_named(tmp_path, dtype):
     with pytest.raises(UserError, match="part-0.npy seems to have ids of 4 bytes or more"):
         ShardSource("training", tmp_path, 300, 0)
     assert ShardSource("training", tmp_path, 300, 0, None, dtype).tokens == 98
+    np.zeros(99, np.uint16).tofile(path)
+    assert ShardSource("training", tmp_path, 300, 0).tokens == 99, "all zero is no sign of that"
 
 
 @pytest.mark.parametrize(

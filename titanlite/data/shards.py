@@ -112,7 +112,8 @@ def _open_npy(path: Path, vocab_size: int, raw_type: str) -> Shard:
     # The upper bytes of such a vocabulary's uint16 are zero.
     is_uint8 = vocab_size <= 256 and any(first[1::2])
     dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
-    if dtype == np.uint16 and len(first) > 64 and not any(first[2::4] + first[3::4]):
+    upper = first[2::4] + first[3::4]
+    if dtype == np.uint16 and len(first) > 64 and any(first) and not any(upper):
         raise UserError(
             f"{path} seems to have ids of 4 bytes or more, and those of a vocabulary of "
             f"{vocab_size} are read as {dtype}; name their type in training.dataloader.token_dtype"
