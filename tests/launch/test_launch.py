@@ -83,7 +83,8 @@ def test_a_run_leaves_its_files_and_says_where(finished):
         r"^step:  1  loss:  \d\.\d{5}  grad_norm:  \d\.\d{4}  memory:  ", out, re.MULTILINE
     )
     assert "no effect on 1 node: fault.rejoin_seconds" in out
-    assert "2 processes on the CPU (from NGPU)" in out and "mesh       dp_shard 2" in out
+    assert "2 processes on the CPU (from NGPU), config debug.toml\n" in out
+    assert "mesh       dp_shard 2" in out
     assert "titanlite: step 3 reached" in out and "--logdir" in out and "Traceback" not in out
     assert (folder / "logs/rank-0.log").exists() and (folder / "logs/rank-1.log").exists()
     assert any((folder / "tb").iterdir())
@@ -93,11 +94,27 @@ def test_a_run_leaves_its_files_and_says_where(finished):
         and environment_json["mesh"]["dp_shard"] == 2
         and environment_json["versions"]["torch"]
     )
+    assert environment_json["command"][:2] == ["titanlite", "train"]
+    assert "--fault.rejoin_seconds=60" in environment_json["command"]
     again = job_from(
         parse_command_line(["--config", str(folder / "config.toml")], {}), world=2, training=True
     )
     assert again.config.training.seq_len == 16 and again.config.job.dump_folder == str(folder)
     assert again.config.job.device == "auto"  # so that the file also trains on a machine with GPUs
+
+
+@pytest.mark.long
+def test_a_resumed_run_counts_the_tokens_that_it_had(tmp_path):
+    """Those of the checkpoint, then steps of another batch."""
+    argv = [word for word in TINY if word != "--checkpoint.no_enable"]
+    argv += ["--training.global_batch_size=8", "--training.seq_len=16"]
+    assert train([*argv, "--training.steps=2"], tmp_path, NGPU="1")[0] == 0
+    argv += ["--training.global_batch_size=4", "--training.steps=5"]
+    code, out = train(argv, tmp_path, NGPU="1")
+    assert code == 0 and "resuming from step 2, the only one, in " in out, out
+    assert f"; 64 tokens a step, {2 * 128 + 3 * 64} in all" in out
+    logged = [record["tokens"] for record in records(tmp_path) if "tokens" in record]
+    assert logged[-1] == 2 * 128 + 3 * 64
 
 
 def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):

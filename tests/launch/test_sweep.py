@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from tests.jobs import TINY
 from tests.launch.run import finish, records, start, train
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.cli import main
+from titanlite.errors import command_line
+from titanlite.launch.sweep import sweep
 
 STEPS = 600
 SWEEP = [word for word in TINY if word != "--checkpoint.no_enable"]
@@ -35,6 +39,20 @@ def test_all_values_are_checked_before_the_first_run_starts(
     assert why in capsys.readouterr().err and not folder.exists()
 
 
+def compare(folder: Path) -> str:
+    plot = command_line("titanlite", "plot")
+    return f"{plot} {folder}/optimizer.lr=* --by optimizer.lr"
+
+
+def test_runs_of_a_sweep_have_names_and_a_command_that_compares_them(tmp_path):
+    runs, command = sweep([f"--job.dump_folder={tmp_path}"], "optimizer.lr=1e-3,2e-3")
+    assert [*runs] == ["optimizer.lr = 1e-3", "optimizer.lr = 2e-3"]
+    assert command == compare(tmp_path)
+    for words in runs.values():
+        folder = words[-1].removeprefix("--job.dump_folder=")
+        assert fnmatch(folder, command.split()[-3]), "the command's pattern matches it"
+
+
 @pytest.mark.long
 def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was_not_done(tmp_path):
     first, second = (tmp_path / f"optimizer.lr={value}" for value in ("1e-3", "2e-3"))
@@ -46,7 +64,9 @@ def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was_not_done(tmp_pat
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)
     assert code == 75, out
+    assert "titanlite: run 2 of 2: optimizer.lr = 2e-3\n" in out and "to compare" not in out
     code, out = train(SWEEP, tmp_path, NGPU="1")
+    assert f"titanlite: to compare them: {compare(tmp_path)}\n" in out
     assert code == 0 and out.count(f"already at step {STEPS}") == 1, out
     for folder, lr in ((first, 1e-3), (second, 2e-3)):
         assert latest_complete(folder / "checkpoint") == STEPS

@@ -118,6 +118,8 @@ def take_folder(config: JobConfig) -> str:
     if config.checkpoint.enable and (steps := sorted(times(config))):
         archive = archive_previous_files(config, resumed=True)
         among = f"the newest of steps {', '.join(map(str, steps))}"
+        if len(steps) == 1:
+            among = f"step {steps[0]}, the only one,"
         chosen = among if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
         return f"resuming from {chosen} in {name_of(config)}" + (
             f"; earlier logs go to {archive}" if archive else ""

@@ -39,6 +39,7 @@ from titanlite.launch.nodes import (
 )
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
+from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
@@ -100,25 +101,16 @@ def _sweep(argv: list[str], setting: str) -> int:
     """Train once with each value and return the highest exit code; a run that was stopped is the
     last. All are checked before the first one starts.
     """
-    key, _, values = setting.partition("=")
-    if not values:
-        raise UserError(f"--sweep {setting}: give values, as in optimizer.lr=1e-3,4e-3")
-    config = load(parse_command_line(argv, os.environ)).config
-    runs = []
-    for value in values.split(","):
-        own = f"{key}={value}"
-        name = own.replace("/", "_")
-        runs.append([*argv, f"--{own}", f"--job.dump_folder={Path(config.job.dump_folder, name)}"])
-        if mirror := config.checkpoint.mirror:
-            runs[-1].append(f"--checkpoint.mirror={mirror}/{name}")
-        if status.in_bucket(config):
-            runs[-1].append(f"--checkpoint.folder={config.checkpoint.folder}/{name}")
-        find_job(load(parse_command_line(runs[-1], os.environ)), os.environ)
+    runs, compare = sweep(argv, setting)
+    for words in runs.values():
+        find_job(load(parse_command_line(words, os.environ)), os.environ)
     worst = OK
-    for words in runs:
+    for number, (name, words) in enumerate(runs.items(), 1):
+        say(f"titanlite: run {number} of {len(runs)}: {name}")
         worst = max(worst, _check_and_run(words))
         if worst > FAILED:
-            break
+            return worst
+    say(f"titanlite: to compare them: {compare}")
     return worst
 
 
@@ -259,7 +251,9 @@ class Launch:
         from titanlite.launch.node import Node
 
         config = self.job.config
-        say(f"titanlite: {describe_start(self.nodes, self.device, self.processes)}")
+        files = ", ".join(parse_command_line(self.argv, os.environ).files)
+        count = describe_start(self.nodes, self.device, self.processes)
+        say(f"titanlite: {count}, config {files}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
@@ -370,8 +364,10 @@ class Launch:
 
 def _end_early(job: Job, early: EarlyExit) -> int:
     """Print the step of a run that ended on request; return the exit code."""
-    say(f"\ntitanlite: {describe_stop(job.config, early)}")
-    return INTERRUPTED if early.reason.startswith(CTRL_C) else early.code
+    by_ctrl_c, end = early.reason.startswith(CTRL_C), describe_stop(job.config, early)
+    again = "; the same command goes on from there" * (by_ctrl_c and "; saved: " in end)
+    say(f"\ntitanlite: {end}{again}")
+    return INTERRUPTED if by_ctrl_c else early.code
 
 
 def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:

@@ -110,7 +110,7 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
     """Return the versions, host and mesh of a run."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": ["titanlite", "train", *sys.argv[1:]],
         "git_revision": git_revision(),
         "versions": versions(),
         "device": device,

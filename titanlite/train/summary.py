@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
-from titanlite.config.job import Job
 from titanlite.config.pipeline_order import headline
 from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes
@@ -46,7 +45,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
-        "batch": _describe_batch(job),
+        "batch": _describe_batch(trainer),
         "data": _describe_data(trainer),
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
@@ -85,13 +84,15 @@ def _describe_model(trainer: Trainer) -> str:
     return f"{', '.join(counts)}: {of_roles}"
 
 
-def _describe_batch(job: Job) -> str:
+def _describe_batch(trainer: Trainer) -> str:
+    job = trainer.job
     batch, training = job.batch, job.config.training
     tokens = batch.total * training.seq_len
+    in_all = trainer.tokens + tokens * (training.steps - trainer.step)
     text = (
         f"{batch.total:,} = local {batch.local:,} x data-parallel {batch.data_parallel:,} "
         f"x accumulation {batch.accumulation:,}; {tokens:,} tokens a step, "
-        f"{tokens * training.steps:,} in all"
+        f"{in_all:,} in all"
     )
     as_data_parallel = batch.local * job.layout.world
     if training.global_batch_size == -1 and batch.total < as_data_parallel:
@@ -105,7 +106,8 @@ def _describe_data(trainer: Trainer) -> str:
     number = "streamed," if data.samples is None else f"{data.samples:,}"
     parts = [mixture or training.dataset, f"{number} windows of {training.seq_len:,} tokens"]
     if data.samples is not None and not mixture:
-        parts.append(f"{data.samples / trainer.job.batch.total:,.0f} steps an epoch")
+        steps = round(data.samples / trainer.job.batch.total)
+        parts.append(f"{steps:,} step{'s' * (steps != 1)} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
 
 

@@ -1,0 +1,30 @@
+"""The runs of `titanlite train --sweep KEY=V,V`: one command line a value."""
+
+import os
+import shlex
+from pathlib import Path
+
+from titanlite.checkpoint import status
+from titanlite.config.load import load, parse_command_line
+from titanlite.errors import UserError, command_line
+
+
+def sweep(argv: list[str], setting: str) -> tuple[dict[str, list[str]], str]:
+    """Return the arguments of each run, in a folder of its own, and the command that compares
+    them.
+    """
+    key, _, values = setting.partition("=")
+    if not values:
+        raise UserError(f"--sweep {setting}: give values, as in optimizer.lr=1e-3,4e-3")
+    config = load(parse_command_line(argv, os.environ)).config
+    folder, runs = Path(config.job.dump_folder), dict[str, list[str]]()
+    for value in values.split(","):
+        own = f"{key}={value}"
+        name = own.replace("/", "_")
+        words = runs[f"{key} = {value}"] = [*argv, f"--{own}", f"--job.dump_folder={folder / name}"]
+        if mirror := config.checkpoint.mirror:
+            words.append(f"--checkpoint.mirror={mirror}/{name}")
+        if status.in_bucket(config):
+            words.append(f"--checkpoint.folder={config.checkpoint.folder}/{name}")
+    plot = command_line("titanlite", "plot")
+    return runs, f"{plot} {shlex.quote(str(folder / key))}=* --by {key}"
