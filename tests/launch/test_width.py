@@ -57,6 +57,18 @@ def test_a_page_of_help_is_as_wide_as_the_terminal(command, width):
     assert max(len(line) for line in lines if not is_typed(line)) >= width - 12, "and no narrower"
 
 
+@pytest.mark.long
+def test_the_lines_of_a_start_break_between_words(tmp_path):
+    argv = [*TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}"]
+    lines = [line.rpartition("\r")[2] for line in on_a_terminal(40, "train", *argv)]
+    log = (tmp_path / "logs/rank-0.log").read_text()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("model "))
+    end = next(n for n, line in enumerate(lines) if line.startswith("seed "))
+    words = " ".join(lines[begin:end]).split()
+    assert words == log[log.index("model ") : log.index("seed ")].split()
+    assert max(len(line.rstrip()) for line in lines[begin:end]) <= 40
+
+
 def test_a_list_in_an_error_breaks_at_the_edge_of_the_terminal_and_commands_stay_whole(tmp_path):
     lines = on_a_terminal(60, "train", "--config", "none.toml")
     assert (

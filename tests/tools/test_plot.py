@@ -140,6 +140,16 @@ def test_the_page_of_one_run_lies_in_its_folder(tmp_path, capsys):
     assert (folder / "curves.html").exists()
 
 
+def test_in_a_narrow_terminal_the_losses_of_a_run_are_lines(tmp_path, capsys, monkeypatch):
+    folder = write(tmp_path / "run", [record(1, 4.0), record(2, 3.0)])
+    monkeypatch.chdir(folder.parent)
+    for width, begin in {"40": r"run +run\nsteps +2\n", "200": "run +steps +tokens"}.items():
+        monkeypatch.setenv("COLUMNS", width)
+        assert main(["plot", "run", "--text"]) == 0
+        out = capsys.readouterr().out
+        assert re.match(begin, out) and max(map(len, out.splitlines())) <= int(width)
+
+
 def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):
     folder = write(tmp_path / "run", [record(1, 4.0), record(2, 3.0)], torn='{"step": 3, "lo')
     assert len(read_run(folder).logged) == 2

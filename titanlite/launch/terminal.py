@@ -107,7 +107,7 @@ class Terminal:
             task = progress.add_task("starting", total=self._steps, text="")
 
             def show(line: str) -> None:
-                progress.console.print(Text.from_ansi(line), soft_wrap=True)
+                progress.console.print(Text.from_ansi(line))
 
             while not self._done.wait(self._seconds):
                 self._show(show)

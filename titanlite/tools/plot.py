@@ -112,11 +112,11 @@ def summarize(runs: list[Run]) -> str:
         )
         reached = f"{last['step']:,.0f}", f"{last['tokens']:,.0f}", f"{last['loss']:.5f}"
         rows.append([run.name, *reached, best, f"{np.nanmedian(run.logged['tps']):,.0f}"])
-    return format_table(
-        rows,
-        ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"],
-        "<>>>>>",
-    )
+    header = ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"]
+    table = format_table(rows, header, "<>>>>>")
+    if len(table.partition("\n")[0]) > columns():
+        return format_table([*zip(header, *rows, strict=True)], align="<" + ">" * len(rows))
+    return table
 
 
 def draw(runs: list[Run], x_axis: str) -> Figure:
