@@ -20,6 +20,7 @@ from tests.checkpoint.test_resume import logged
 from tests.stores.server import NOTHING, credentials
 from tests.stores.test_mirror import TO, put, whole_steps
 from titanlite.checkpoint import lease, transfer
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.lease import LEASE, Lease
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, read_manifest
@@ -229,6 +230,10 @@ def test_a_run_that_was_paused_beyond_its_lease_commits_nothing(fast, url, monke
     assert "waiting 3 s to see if pid 1 on a is still up" in lines[0]
     with pytest.raises(RunFailed, match="pid 2 on b has taken the place, since this run did not"):
         paused.confirm()
+    folder = CheckpointFolder.__new__(CheckpointFolder)
+    folder.lease = paused
+    with pytest.raises(RunFailed, match="pid 2 on b has taken the place"):
+        folder.note(1)  # after which old steps are deleted
     target = root / "step-1"
     store.publish(target / "1", target, MANIFEST, b"of the second run")
     with pytest.raises(FileExistsError, match="was put there by another run"):

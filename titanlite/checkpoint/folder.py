@@ -68,10 +68,10 @@ class CheckpointFolder:
             self.lease.confirm()
 
     def note(self, step: int) -> None:
-        """On rank 0, write down beside the run what its bucket has, for the launcher."""
+        """On rank 0, write down what the bucket has, unless another run uses it by now."""
         if self.lease:
-            status.note(self.job.config, step)
-            transfer.copy_records(self._outer, self.root)
+            self.confirm()
+            status.record(self.job.config, self.root, step)
 
     def finish(self, seconds: float) -> None:
         """At the end of a run, wait at most so long for the mirror."""

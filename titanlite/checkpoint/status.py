@@ -52,6 +52,12 @@ def note(config: JobConfig, step: int | None) -> None:
     store.replace(file, f"{step}\n".encode())
 
 
+def record(config: JobConfig, root: Path, step: int) -> None:
+    """Write down a save, and copy the run's metrics and config beside it."""
+    note(config, step)
+    transfer.copy_records(Path(config.job.dump_folder), root)
+
+
 def _newest_there(url: str) -> str:
     """Check a bucket, and return its newest complete step."""
     bucket.check(url, exclusive=True)
