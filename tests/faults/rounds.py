@@ -117,7 +117,7 @@ class Bucket:
         """Let s3:// lead there in this process; return the options of a run."""
         if not self.url:
             return ARGV
-        os.environ |= {**credentials(self.port), "XDG_CACHE_HOME": folder}
+        os.environ |= {"XDG_CACHE_HOME": folder} | (credentials(self.port) if self.port else {})
         lease._RENEWAL_SECONDS = 0.3  # type: ignore[misc]
         return [*ARGV, f"--checkpoint.folder={self.url}"]
 

@@ -21,7 +21,7 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.errors import UserError
-from titanlite.launch.preflight import _check_stores
+from titanlite.launch.preflight import _check_mirror
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder
 
@@ -115,10 +115,10 @@ def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, proxy, tmp_path):
 
 def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_path):
     argv = [*TINY, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
-    _check_stores(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
+    _check_mirror(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
     assert {method for method, _ in proxy.log} == {"GET", "PUT", "POST"}  # list, write, delete
     with pytest.raises(UserError, match="^checkpoint.mirror: s3://nobody: there is no such bucket"):
-        _check_stores(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
+        _check_mirror(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
 
 
 @pytest.mark.long

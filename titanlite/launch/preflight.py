@@ -61,8 +61,9 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
     check(_check_gpus, device)
     if not problems:
         _check_without_model(check, job, device)
+        check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
-            check(_check_stores, job.config)
+            check(_check_mirror, job.config)
             check(_check_start, job)
         if built := check(build_model, job):
             model, table = built
@@ -243,15 +244,19 @@ def _check_start(job: Job) -> None:
         )
 
 
-def _check_stores(config: JobConfig) -> None:
-    """Raise if the store of the checkpoints cannot be used, or if the mirror cannot or has no
-    answer where the run may have its only checkpoints.
-    """
-    settings = config.checkpoint
+def _check_bucket(config: JobConfig) -> None:
+    """Raise if the bucket of the checkpoints cannot be used."""
     try:
         look(config)
     except BucketError as error:
         raise UserError(f"checkpoint.folder: {error}") from None
+
+
+def _check_mirror(config: JobConfig) -> None:
+    """Raise if the mirror cannot be used, or has no answer where the run may have its only
+    checkpoints.
+    """
+    settings = config.checkpoint
     if not settings.enable or not settings.mirror:
         return
     try:

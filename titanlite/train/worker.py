@@ -18,7 +18,7 @@ from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import OK, RunFailed, UserError, first_line, print_notice, remedy
+from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, print_notice, remedy
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
 from titanlite.observe.console import open_log
@@ -44,7 +44,9 @@ def main(
     """
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
-        environ.pop(LAUNCHED, None)  # inherited, such as by torchrun inside a launched run
+        launcher = environ.pop(LAUNCHED, "")  # inherited, such as by torchrun in a launched run
+        if launcher and os.getppid() == 1:  # or it was killed before this rank came so far
+            return FAILED
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
         # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's
