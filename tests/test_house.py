@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 210_820}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 210_890}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -66,7 +66,7 @@ models and data that people bring: 7,107 of 3,000, for transformers' classes and
 `data show` of any data 692, for all of trl's templates, questions to a model and templates of an
 export 290.
 object stores: 5,045 of 5,000, for the mirror and copies; 2,500 more for token shards by URL, whose
-cache is shared by processes; 2,990 more for checkpoint.folder there, of which the lease has 560,
+cache is shared by processes; 3,060 more for checkpoint.folder there, of which the lease has 560,
 the cache of a node 420 and what the launcher asks 480.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.

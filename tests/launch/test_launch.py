@@ -598,6 +598,23 @@ def test_srun_can_start_workers(tmp_path):
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
+@pytest.mark.long
+def test_a_rank_whose_launcher_was_killed_at_once_does_not_wait_for_the_others(tmp_path):
+    others = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    argv = [*TINY, f"--job.dump_folder={tmp_path}"]
+    started = subprocess.run(
+        ["sh", "-c", '"$@" > /dev/null 2>&1 & echo $!', "sh"]
+        + [sys.executable, "-m", "titanlite.train", *argv],
+        env={**os.environ, **others, LAUNCHED: "12345"},
+        capture_output=True,
+        text=True,
+    )
+    rank, deadline = Path(f"/proc/{started.stdout.strip()}"), time.monotonic() + 60
+    while rank.exists():
+        assert time.monotonic() < deadline, "it waits"
+        time.sleep(0.1)
+
+
 def test_every_help_answers_without_torch():
     for argv, says in (
         (["--help"], "titanlite train"),
