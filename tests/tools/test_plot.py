@@ -128,7 +128,9 @@ def test_several_runs_share_panels_and_the_page_needs_nothing_else(tmp_path, cap
     assert len(panels(Path("b"), Path("a/$x$<b>"))["Training loss"]) == 6
     assert main(["plot", "a/$x$<b>", "b/metrics.jsonl"]) == 0
     page, printed = Path("curves.html").read_text(), capsys.readouterr().out
-    assert page.count("a/$x$&lt;b&gt;") == 2 and "<b>" not in page, "in the legend and in the table"
+    assert page.count("a/$x$&lt;b&gt;") == 3 and "<b>" not in page, (
+        "in two legends and in the table"
+    )
     assert not any(word in page for word in ("src=", "@import", "<script", "<image"))
     assert "a/$x$<b>" in printed and "4.50000" in printed and "wrote curves.html" in printed
 
@@ -148,6 +150,19 @@ def test_in_a_narrow_terminal_the_losses_of_a_run_are_lines(tmp_path, capsys, mo
         assert main(["plot", "run", "--text"]) == 0
         out = capsys.readouterr().out
         assert re.match(begin, out) and max(map(len, out.splitlines())) <= int(width)
+
+
+def test_on_a_narrow_screen_a_page_has_a_panel_a_line(tmp_path):
+    steps = [record(s, 4 - s / 10) for s in range(1, 6)]
+    run = read_run(write(tmp_path / "run", steps, [(5, 3.5)]))
+    places = [axes.get_subplotspec().colspan for axes in draw([run], "steps", narrow=True).axes]
+    assert places == [range(1)] * 5
+    out = tmp_path / "out.html"
+    assert main(["plot", run.name, "--out", str(out)]) == 0
+    page = out.read_text()
+    rule = "@media (max-width: 600px) { .wide { display: none } .narrow { display: block } }"
+    assert rule in page and page.count('<div class="narrow">') == 1
+    assert "min-width: 820px" not in page, "nothing is cut off at the right"
 
 
 def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):

@@ -8,6 +8,7 @@ import io
 from argparse import ArgumentParser, Namespace
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,12 +60,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         return 0
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
-    figure, table = by_key or (draw(runs, arguments.x), summarize(runs))
+    table = by_key[1] if by_key else summarize(runs)
     try:
         if out.suffix == ".html":
-            body = f"{picture(figure)}<pre>{escape(table)}</pre>"
+            drawn = picture(by_key[0], "single") if by_key else pictures(runs, arguments.x)
+            body = f"{drawn}<pre>{escape(table)}</pre>"
             write_html(out, "Training curves", body, "--out")
         else:
+            figure = by_key[0] if by_key else draw(runs, arguments.x)
             figure.savefig(out, dpi=150)
     except OSError as error:
         raise UserError(f"--out {out} can't be written: {error.strerror}") from error
@@ -72,14 +75,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def picture(figure: Figure) -> str:
+def pictures(runs: list[Run], x_axis: str) -> str:
+    """Return the figure as a part of a page, and the one that a narrow screen has instead."""
+    return picture(draw(runs, x_axis)) + picture(draw(runs, x_axis, narrow=True), "narrow")
+
+
+def picture(figure: Figure, kind: str = "wide") -> str:
     """Return a figure as a part of a page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     for color, name in THEME.items():
         text = text.replace(color, name)
-    return f'<div class="wide">{text[text.index("<svg") :]}</div>'
+    return f'<div class="{kind}">{text[text.index("<svg") :]}</div>'
 
 
 def read_runs(dumps: list[Path]) -> list[Run]:
@@ -119,17 +127,25 @@ def summarize(runs: list[Run]) -> str:
     return table
 
 
-def draw(runs: list[Run], x_axis: str) -> Figure:
-    """Return the figure; validation has a panel where a run validated."""
-    figure = _empty_figure(12.4, 7.2)
+def draw(runs: list[Run], x_axis: str, narrow: bool = False) -> Figure:
+    """Return the figure; validation has a panel where a run validated. A narrow one, for a phone,
+    has a panel a line.
+    """
     validation = "validation_loss" if any(len(run.validated) for run in runs) else "loss"
     panels: Any = [["loss", "loss", validation], ["grad_norm", "lr", "tps"]]
-    for key, axes in figure.subplot_mosaic(panels, sharex=True, height_ratios=[4, 3]).items():
+    heights = [4, 3]
+    if narrow:
+        panels = [[key] for key in dict.fromkeys([*panels[0], *panels[1]])]
+        heights = [1] * len(panels)
+    figure = _empty_figure(*(5, 3 * len(panels)) if narrow else (12.4, 7.2))
+    for key, axes in figure.subplot_mosaic(panels, sharex=True, height_ratios=heights).items():
         _draw_panel(axes, key, [run.curve(key, x_axis) for run in runs], x_axis)
     lines, names = axes.get_lines()[1::3], [run.name for run in runs]
     title = "thin: as logged; thick: moving mean over 1/30 of the run; crosses: NaN or infinite"
+    if narrow:
+        title = fill(title, 60)
     figure.legend(lines, names, loc="outside upper left",
-                  ncols=max(1, 140 // (max(map(len, names)) + 8)),
+                  ncols=max(1, (50 if narrow else 140) // (max(map(len, names)) + 8)),
                   title=title, alignment="left")  # fmt: skip
     return figure
 

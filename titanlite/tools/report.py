@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Write the page of a run."""
     from titanlite.planner.page import draw_mesh
-    from titanlite.tools.plot import draw, picture, read_runs, summarize
+    from titanlite.tools.plot import pictures, read_runs, summarize
 
     (record,) = read_runs([arguments.dump])
     folder = record.folder
@@ -56,7 +56,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     parts = [
         html_table(Table("run", "", (), _facts(record))),
         f"<pre>{escape(summarize([record]))}</pre>",
-        picture(draw([record], "steps")),
+        pictures([record], "steps"),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
         *map(html_table, tables),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
