@@ -129,6 +129,8 @@ def test_commands_keep_out_of_folders_that_another_process_writes(tmp_path, caps
     assert main(["data", "prepare", str(text), "--out", str(shards)]) == 0
     assert main(["checkpoint", "rm", "--force", str(step)]) == 0
     assert not step.exists() and not (tmp_path / ".shards.lock").exists()
+    assert main(["data", "prepare", str(tmp_path / "gone"), "--out", str(tmp_path / "new")]) == 2
+    assert not (tmp_path / ".new.lock").exists()
     capsys.readouterr()
     assert main(["data", "prepare", str(text), "--out", str(text / "shards")]) == 2
     assert f"{text}/shards cannot be written to: " in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_an_empty_list_is_not_believed(train, proxy, tmp_path):
     proxy.rule = lambda method, path: (
         {"status": 200, "text": NOTHING} if "list-type" in path else None
     )
-    with pytest.raises(RankFailed, match="it lists nothing, but has step-2"):
+    with pytest.raises(RankFailed, match="lists nothing, but has step-2"):
         train(4)
 
 

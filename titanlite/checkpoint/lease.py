@@ -71,9 +71,9 @@ class Lease:
             return "an unknown program", tag
         return "", "create"
 
-    def _write(self, tag: Any, holder: str | None = None) -> bool:
+    def _write(self, tag: Any, **changes: str) -> bool:
         """Replace a version of the lease; return whether no other run did."""
-        body = {"holder": self._holder if holder is None else holder, "nonce": uuid4().hex}
+        body = {"holder": self._holder, "nonce": uuid4().hex, **changes}
         self._tag = self._path.bucket.put_if(self._path.key, json.dumps(body).encode(), tag)
         return self._tag is not None
 

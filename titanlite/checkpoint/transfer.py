@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.errors import some_of
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import BucketError, is_remote
 
 ASIDE = f"{MANIFEST}.aside"
 """The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
@@ -44,7 +44,7 @@ def steps(root: Path) -> list[int]:
     if not found and store.exists(root / LATEST):
         newest = store.read(root / LATEST).decode().strip()
         if store.exists(root / newest / MANIFEST):
-            raise OSError(f"{root} lists nothing, but has {newest}")
+            raise BucketError(f"{root} lists nothing, but has {newest}")
     return found
 
 

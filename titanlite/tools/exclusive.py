@@ -10,13 +10,13 @@ from titanlite.runtime import lock
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Let one process at a time write a folder, by a lock file next to it that is removed on
-    success.
-    """
+    """Let one process at a time write a folder, by a lock file next to it."""
     path = target.parent / f".{target.name}.lock"
     _take(path, target)
-    yield
-    path.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def hold_run(folder: Path) -> None:
