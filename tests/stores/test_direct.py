@@ -207,7 +207,7 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease(fast, url):
     root = place(url)
     first, second = Lease(root, "pid 1 on a", QUIET), Lease(root, "pid 2 on b", QUIET)
     first.take()
-    with pytest.raises(UserError, match=r"run.lock is held by another run, pid 1 on a, which"):
+    with pytest.raises(UserError, match=r"run.lock is held by another run, pid 1 on a, "):
         second.take()
     first.release()
     began = time.monotonic()
@@ -219,6 +219,21 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease(fast, url):
         second.confirm()
     second._released.set()
     again.release()
+
+
+def test_a_slow_store_takes_no_lease_from_a_run_that_renews_it(fast, url):
+    first, second = (Lease(place(url), f"pid {n}", QUIET) for n in (1, 2))
+    first.take()
+    read_lease, reads = second._read, iter([0, 4])
+
+    def read_slowly() -> tuple[str, Any]:
+        time.sleep(next(reads))
+        return read_lease()
+
+    second._read = read_slowly  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="is held by another run, pid 1"):
+        second.take()
+    first.release()
 
 
 def test_a_run_that_was_paused_beyond_its_lease_commits_nothing(fast, url, monkeypatch):

@@ -43,22 +43,20 @@ class Lease:
 
     def take(self) -> None:
         """Take the lease, or raise UserError while another run renews it."""
-        seen, since = None, time.monotonic()
+        seen, since, expiry = None, 0.0, 3 * _RENEWAL_SECONDS
         while True:
             holder, tag = self._read()
-            if holder in ("", self._holder) or time.monotonic() - since > 3 * _RENEWAL_SECONDS:
-                if self._write(tag):
-                    break
-            elif seen is None:
-                seconds = 3 * _RENEWAL_SECONDS
-                self._log.info(f"{self._path}: waiting {seconds} s to see if {holder} is still up")
+            is_free = holder in ("", self._holder)
+            if not is_free and seen is None:
+                self._log.info(f"{self._path}: waiting {expiry} s to see if {holder} is still up")
                 seen, since = tag, time.monotonic()
-            elif tag != seen:
+            elif not is_free and tag != seen:
                 raise UserError(
-                    f"{self._path} is held by another run, {holder}, which "
-                    f"renewed it {time.monotonic() - since:.0f} s ago; wait for it, or use another "
-                    "place"
+                    f"{self._path} is held by another run, {holder}, which renews it; wait for "
+                    "it, or use another place"
                 )
+            elif (is_free or time.monotonic() - since > expiry) and self._write(tag):
+                break
             time.sleep(1)
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
