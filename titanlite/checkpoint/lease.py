@@ -81,7 +81,7 @@ class Lease:
             if not (self._tag and self._write(self._tag)):
                 raise RunFailed(
                     f"{self._path}: {self._read()[0]} has taken the place, since this run did not "
-                    f"renew its lease for {3 * _RENEWAL_SECONDS} s; it commits nothing any more"
+                    "renew its lease in time; it commits nothing any more"
                 )
 
     def _renew(self) -> None:
