@@ -207,7 +207,7 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease(fast, url):
     root = place(url)
     first, second = Lease(root, "pid 1 on a", QUIET), Lease(root, "pid 2 on b", QUIET)
     first.take()
-    with pytest.raises(UserError, match=r"run.lock is held by another run, pid 1 on a, "):
+    with pytest.raises(UserError, match=r"run.lock is held by another run, pid 1 on a;"):
         second.take()
     first.release()
     began = time.monotonic()
@@ -215,7 +215,7 @@ def test_a_second_run_is_refused_while_the_first_renews_its_lease(fast, url):
     assert time.monotonic() - began < 1 and holder(url) == "pid 2 on b"
     again = Lease(root, "pid 2 on b", QUIET)  # the next attempt of the same launcher
     again.take()
-    with pytest.raises(RunFailed, match="pid 2 on b has taken the place"):
+    with pytest.raises(RunFailed, match="pid 2 on b has taken it"):
         second.confirm()
     second._released.set()
     again.release()
@@ -243,11 +243,11 @@ def test_a_run_that_was_paused_beyond_its_lease_commits_nothing(fast, url, monke
     paused._released.set()  # its thread is stopped, as all of it is
     next_run.take()
     assert "waiting 3 s to see if pid 1 on a is still up" in lines[0]
-    with pytest.raises(RunFailed, match="pid 2 on b has taken the place, since this run did not"):
+    with pytest.raises(RunFailed, match="pid 2 on b has taken it"):
         paused.confirm()
     folder = CheckpointFolder.__new__(CheckpointFolder)
     folder.lease = paused
-    with pytest.raises(RunFailed, match="pid 2 on b has taken the place"):
+    with pytest.raises(RunFailed, match="pid 2 on b has taken it"):
         folder.note(1)  # after which old steps are deleted
     target = root / "step-1"
     store.publish(target / "1", target, MANIFEST, b"of the second run")

@@ -47,16 +47,16 @@ class Lease:
         while True:
             holder, tag = self._read()
             is_free = holder in ("", self._holder)
-            if not is_free and seen is None:
+            if is_free or (tag == seen and time.monotonic() - since > expiry):
+                if self._write(tag):
+                    break
+            elif seen is None:
                 self._log.info(f"{self._path}: waiting {expiry} s to see if {holder} is still up")
                 seen, since = tag, time.monotonic()
-            elif not is_free and tag != seen:
+            elif tag != seen:
                 raise UserError(
-                    f"{self._path} is held by another run, {holder}, which renews it; wait for "
-                    "it, or use another place"
+                    f"{self._path} is held by another run, {holder}; wait, or use another place"
                 )
-            elif (is_free or time.monotonic() - since > expiry) and self._write(tag):
-                break
             time.sleep(1)
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
@@ -80,8 +80,7 @@ class Lease:
         with self._writing:
             if not (self._tag and self._write(self._tag)):
                 raise RunFailed(
-                    f"{self._path}: {self._read()[0]} has taken the place, since this run did not "
-                    "renew its lease in time; it commits nothing any more"
+                    f"{self._path}: {self._read()[0]} has taken it: nothing more is committed"
                 )
 
     def _renew(self) -> None:
