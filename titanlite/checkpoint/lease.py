@@ -58,7 +58,7 @@ class Lease:
                     f"{self._path} is held by another run, {holder}; wait, or use another place"
                 )
             time.sleep(1)
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        threading.Thread(target=self._renew, daemon=True).start()
 
     def _read(self) -> tuple[str, Any]:
         """Return the holder, which is empty if there is none, and the version of the lease."""
