@@ -139,6 +139,18 @@ def test_of_half_a_run_there_is_what_its_files_have(run, capsys):
     assert "no logged step yet" in capsys.readouterr().err
 
 
+def test_a_run_that_ended_early_or_resumes_has_no_time_left(run, capsys):
+    places = run / "logs/ranks.json"
+    places.write_text(places.read_text().replace("forward", "ended").replace("data", "ended"))
+    assert main(["top", str(run)]) == 0
+    assert "step 10 of 20, stopped" in capsys.readouterr().out
+    (run / "config.toml").unlink()  # a start moves it away, and writes another
+    places.unlink()
+    assert main(["top", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{run}: starting\n" in out and "ranks: not known yet" in out and "eta" not in out
+
+
 def test_a_run_that_starts_has_a_view_before_its_first_step(run, capsys):
     """The files that a start writes first: its logs."""
     (run / "metrics.jsonl").unlink()

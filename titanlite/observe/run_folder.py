@@ -143,6 +143,7 @@ def git_revision() -> str | None:
     try:
         if not git("ls-files", __file__):
             return None  # installed inside another project's checkout
-        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+        changed = git("status", "--porcelain", ":/titanlite", ":/models")
+        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None

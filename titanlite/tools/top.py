@@ -57,11 +57,14 @@ def view(dump: Path) -> tuple[str, bool]:
     record = read_run(dump)
     config = tomllib.loads(text_of(record.folder / CONFIG))
     steps, is_over = config.get("training", {}).get("steps", 0), False
-    state = "starting, no step logged yet"
-    if len(record.logged):
+    ranks = json.loads(text_of(record.folder / "logs" / RANKS) or "{}").values()
+    state = "starting" if len(record.logged) else "starting, no step logged yet"
+    if len(record.logged) and steps:
         step, seconds = record.logged[["step", "step_seconds"]][-1]
-        is_over = step >= steps > 0
-        left = "done" if is_over else f"eta {format_duration((steps - step) * seconds)}"
+        is_over = step >= steps
+        has_ended = ranks and all(beat["phase"] == "ended" for beat in ranks)
+        left = "stopped" if has_ended else f"eta {format_duration((steps - step) * seconds)}"
+        left = "done" if is_over else left
         state = f"step {step:.0f} of {steps}, {left}"
     rows = []
     for key in CURVES:
@@ -88,7 +91,7 @@ def places(file: Path) -> Table:
         (rank, *(f"{beat[key]}" for key in PLACE))
         for rank, beat in json.loads(text_of(file) or "{}").items()
     ]
-    title = "ranks: not known, titanlite's launcher writes their places"
+    title = "ranks: not known yet; titanlite's launcher writes their places"
     if rows:
         title = f"ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
     return Table("ranks", title, ("rank", *PLACE), rows)
