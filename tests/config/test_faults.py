@@ -52,6 +52,14 @@ def test_three_errors_of_one_command_line_are_all_named():
     assert "3 does not divide 2 ranks; legal: 1, 2" in text
 
 
+def test_a_model_that_is_not_registered_hides_no_fault_but_those_of_its_fields():
+    own = ["--model.name=llama5", "--model.overrides.dim=x"]
+    text = faults(*own, "--optimizer.lr=x", "--parallelism.tensor_parallel_degree=3", world=2)
+    assert text.startswith("3 configuration errors;") and "dim" not in text, text
+    assert 'no model is registered as "llama5"' in text and "must be a number > 0" in text
+    assert "3 does not divide 2 ranks" in text
+
+
 def test_an_invalid_field_does_not_hide_a_rule_on_others():
     text = faults("--training.steps", "none", "--training.global_batch_size", "17", world=2)
     assert (

@@ -177,7 +177,7 @@ def test_of_the_folder_of_a_sweep_the_runs_are_named(tmp_path, capsys, command):
         write(tmp_path / f"optimizer.lr={value}", [record(1, 4.0)])
     assert main([command, str(tmp_path)]) == 2
     runs = ", ".join(f"{tmp_path}/optimizer.lr={value}" for value in ("1e-3", "4e-3"))
-    assert f"; runs below it: {runs}\n" in capsys.readouterr().err
+    assert f"; runs below it: {runs}; titanlite plot" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):

@@ -98,9 +98,8 @@ def job_from(
     facts.find("modules", pipeline.find_modules)
     facts.find("stages", pipeline.find_stages)
     facts.apply(pipeline)
-    # Where there is no such model, all other faults follow from it.
-    if faults := [each for each in facts.faults if each.key == "model.name"] or facts.faults:
-        raise ConfigError(faults)
+    if facts.faults:
+        raise ConfigError(facts.faults)
     layout, batch = facts.layout, facts.batch
     on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
     idle = on_this_mesh | on_any

@@ -45,7 +45,9 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, run by the tokenizers library."""
 
-    texts = staticmethod(plain_text)
+    def texts(self, value: Any) -> list[str]:
+        """Return the documents in the value of a field."""
+        return plain_text(value)
 
     def __init__(self, folder: Path, origin: str = "model.hf_assets_path") -> None:
         from tokenizers import Tokenizer as Backend

@@ -70,7 +70,7 @@ def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False
 def _fill_buffers(name: str, module: nn.Module) -> None:
     """Fill a module's own buffers."""
     reset = getattr(module, "reset_buffers", None)
-    if reset:
+    if callable(reset):
         reset()
         return
     buffers = dict(module.named_buffers(recurse=False))

@@ -99,7 +99,7 @@ def read_run(dump: Path) -> Run:
     file = dump / METRICS if dump.is_dir() else dump
     if not file.is_file() and not (dump / "logs").exists():  # a run that starts has only logs
         below = ", ".join(f"{path.parent}" for path in sorted(dump.glob(f"*/{METRICS}")))
-        hint = f"; runs below it: {below}" if below else ""
+        hint = f"; runs below it: {below}; titanlite plot {dump}/* compares them" if below else ""
         raise UserError(
             f"{file} does not exist; give the dump folder of a run (job.dump_folder){hint}"
         )

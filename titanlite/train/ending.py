@@ -29,8 +29,9 @@ def describe_end(config: JobConfig) -> str:
         )
     rows["plot"] = command_line("titanlite", "plot", str(folder))
     if config.checkpoint.enable:
+        asks = ["--chat", "--prompt", "a question"] if config.training.dataset == "chat" else []
         rows["generate"] = command_line(
-            "titanlite", "generate", "--config", str(folder / "config.toml")
+            "titanlite", "generate", "--config", str(folder / "config.toml"), *asks
         )
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
