@@ -148,7 +148,7 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
         ({"optimizer.eps": 1e-300}, "must be a number >= 1e-30"),
         (
             {"model.name": "llama4", "training.foo": 0},
-            "1 configuration error; nothing was started\n  model.name =",
+            "2 configuration errors; nothing was started\n  training.foo = 0",
         ),
         ({"model.name": "llama4"}, 'registered as "llama4"; known: '),
         ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),
