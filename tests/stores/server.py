@@ -108,6 +108,16 @@ class FaultProxy:
         server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         self.port = server.sockets[0].getsockname()[1]
 
+    def fail_once(self, fault: Fault) -> set[tuple[str, str]]:
+        """Put a fault into the first request of each kind; return those that were met."""
+        met = set[tuple[str, str]]()
+
+        def once(method: str, path: str) -> Fault | None:
+            return None if (method, path) in met or met.add((method, path)) else fault
+
+        self.rule = once
+        return met
+
     async def _serve(self, reader: Any, writer: Any) -> None:
         with suppress(asyncio.IncompleteReadError, OSError):
             head = await reader.readuntil(b"\r\n\r\n")

@@ -157,13 +157,14 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
         manifest = Manifest(step, content.weights_only, files, {**tensors})
-        store.write(staging / MANIFEST, manifest.render())
+        rendered = manifest.render()
+        store.write(staging / MANIFEST, rendered)
         if problems := faults(staging, manifest):
             raise OSError("; ".join(problems))
         if staging.parent == target:
-            manifest = replace(manifest, attempt=staging.name)
+            rendered = replace(manifest, attempt=staging.name).render()
         content.confirm()
-        store.publish(staging, target, MANIFEST, manifest.render())
+        store.publish(staging, target, MANIFEST, rendered)
         point_latest(root, step)
 
     tensors = _agree(run_on_all_ranks(group, saving, begin), group)

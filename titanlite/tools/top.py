@@ -64,8 +64,7 @@ def view(dump: Path) -> tuple[str, bool]:
         is_over = step >= steps
         has_ended = ranks and all(beat["phase"] == "ended" for beat in ranks)
         left = "stopped" if has_ended else f"eta {format_duration((steps - step) * seconds)}"
-        left = "done" if is_over else left
-        state = f"step {step:.0f} of {steps}, {left}"
+        state = f"step {step:.0f} of {steps}, {'done' if is_over else left}"
     rows = []
     for key in CURVES:
         values = record.values(key)
