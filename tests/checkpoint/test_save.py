@@ -24,8 +24,7 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, rank, run_unti
 from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
-from titanlite.checkpoint import cleanup, commit, manifest
-from titanlite.checkpoint import folder as checkpoint_folder
+from titanlite.checkpoint import cleanup, commit, manifest, shared
 from titanlite.checkpoint.cleanup import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -514,9 +513,7 @@ def on_a_disk_of_its_own(folder: str) -> str:
     """Return why a run whose ranks have different disks does not start."""
     clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            checkpoint_folder, "time", clock
-        )  # a network folder gets five seconds to show a file
+        patch.setattr(shared, "time", clock)  # a network folder gets five seconds to show a file
         with pytest.raises(UserError) as error:
             trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
     return str(error.value)

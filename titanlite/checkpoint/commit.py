@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, faults, step_folder
+from titanlite.checkpoint.manifest import MANIFEST, Base, File, Manifest, faults, step_folder
 from titanlite.checkpoint.places import (
     TYPES,
     Layout,
@@ -41,6 +41,7 @@ from titanlite.checkpoint.places import (
 )
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import box_of
+from titanlite.registry import Box
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.distributed import gather_objects, rank_in
@@ -64,6 +65,8 @@ class Content:
     weights_only: bool
     confirm: Callable[[], object] = object
     """On rank 0, raise if the run may not commit any more."""
+    base: Base | None = None
+    """The weights that are not among the tensors."""
 
 
 def run_on_all_ranks(
@@ -156,7 +159,7 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         for name, document in content.make_documents(payloads).items():
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
-        manifest = Manifest(step, content.weights_only, files, {**tensors})
+        manifest = Manifest(step, content.weights_only, files, {**tensors}, base=content.base)
         rendered = manifest.render()
         store.write(staging / MANIFEST, rendered)
         if problems := faults(staging, manifest):
@@ -176,6 +179,13 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         )
         rows = gather_objects((*written, content.payload), group, only_rank_0=True)
         run_on_rank_0(group, f"the commit of step {step}", publish)
+
+
+def own_regions(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Box]:
+    """Return the regions that this rank would write: each is one rank's."""
+    return written_by(rank_in(group), _agree(_describe_all(tensors), group))
 
 
 def _describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:

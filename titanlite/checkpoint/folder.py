@@ -5,28 +5,24 @@ into the training's timeout.
 """
 
 import logging
-import time
-import uuid
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titanlite.checkpoint import cleanup, commit, status, transfer
 from titanlite.checkpoint.lease import Lease, holder_on
-from titanlite.checkpoint.manifest import committed, step_folder
+from titanlite.checkpoint.manifest import Base, committed, step_folder
 from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.shared import require_shared
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.run_folder import new_archive_folder
-from titanlite.runtime import lock, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
-
-_PATIENCE_SECONDS = 5
-"""A network folder may show a new file late on another node."""
 
 
 class CheckpointFolder:
@@ -42,6 +38,8 @@ class CheckpointFolder:
         self.group: dist.ProcessGroup | None = None
         if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
+        self.base: Base | None = None
+        """What has the weights that a save leaves out, once the start is loaded."""
         self.lease: Lease | None = None
         if self.settings.enable:
             if is_remote(self.root):
@@ -49,7 +47,7 @@ class CheckpointFolder:
                     self.group, "checkpoint.folder", self._use_bucket, UserError
                 )
             else:
-                self._refuse_unusable()
+                self._has_locks = require_shared(self.root, rank_info, self.group)
             self._clear_leftovers()
         self.mirror = Mirror.of(job.config, log)
 
@@ -98,34 +96,6 @@ class CheckpointFolder:
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
 
-    def _refuse_unusable(self) -> None:
-        """Make the folder; raise UserError if the ranks do not share it."""
-        on_rank_0 = self.rank_info.rank == 0
-        name = f"{cleanup.SEEN_BY_ALL}{uuid.uuid4().hex}"
-        probe = self.root / gather_objects(name, self.group)[0]
-        if on_rank_0:
-            store.make_folder(self.root)
-            store.write(probe, b"")
-        dist.barrier(self.group)
-        usable = _appears(probe) and store.is_writable(self.root)
-        ranks = gather_objects((self.rank_info.host, usable), self.group)
-        self._has_locks = on_rank_0 and lock.works_on(probe)
-        if on_rank_0:
-            store.delete(probe)
-        unusable = [
-            f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable
-        ]
-        if not unusable:
-            return
-        shown = ", ".join(unusable[:4])
-        if len(unusable) > 4:
-            shown += " and others"
-        raise UserError(
-            f"checkpoint.folder {self.root} (on rank 0's host {ranks[0][0]}) is not writable from "
-            f"{shown}: all ranks write into one folder, so job.dump_folder must be on shared "
-            "storage"
-        )
-
     def _clear_leftovers(self) -> None:
         """On rank 0, delete what a killed run left."""
         # Without locks they may be of a run in progress.
@@ -159,7 +129,8 @@ class CheckpointFolder:
         """Warn if the disk has no room for the checkpoints that are kept and one being written."""
         if not self.settings.enable or is_remote(self.root):
             return
-        size = sum(each.numel() * each.element_size() for each in state.tensors().values())
+        tensors = state.chosen(False, self.base is None).values()
+        size = sum(each.numel() * each.element_size() for each in tensors)
         size = sum(gather_objects(size, state.stages))
         if self.rank_info.rank > 0:
             return
@@ -171,13 +142,3 @@ class CheckpointFolder:
                 f"checkpoints of {format_bytes(size)}; checkpoint.keep_latest_k = {kept} keeps "
                 f"{kept or 'all'}, and one more while it saves"
             )
-
-
-def _appears(file: Path) -> bool:
-    """Wait for another node's file."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not store.exists(file):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import nn
 
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import run_on_all_ranks
@@ -116,7 +115,7 @@ def _verify(
         problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
         if full and remote and not problems:
             with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
-                pass  # verified; `_read` finds it there
+                pass  # verified; `read` finds it there
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     problems = sorted({problem for part in gather_objects(problems, group) for problem in part})
@@ -131,7 +130,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     """Load a checkpoint into the live tensors, all of it or nothing."""
     manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
-    tensors = state.tensors() if resume.continues else state.weights()
+    tensors = state.chosen(not resume.continues, manifest.base is None)
     saved = {
         name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()
     }
@@ -153,12 +152,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
             "This run: list the exceptions in checkpoint.exclude_from_loading:"
             f"{some_of(differences)}"
         )
-    _read(
-        folder,
-        manifest,
-        {name: tensor for name, tensor in tensors.items() if name in loaded},
-        group,
-    )
+    tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}
+    read(folder, manifest, tensors, group)
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 
@@ -196,13 +191,6 @@ def _comparable(name: str, description: str) -> str:
     )
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into a model that is whole in this process, all of them or
-    nothing.
-    """
-    restore(Resume(folder, read_manifest(folder)), TrainingState([model], None, table={}), None)
-
-
 def load_tensors(
     folder: Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
 ) -> dict[str, torch.Tensor]:
@@ -218,11 +206,11 @@ def load_tensors(
         name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
         for name, entry in entries.items()
     }
-    _read(folder, manifest, tensors, group=None)
+    read(folder, manifest, tensors, group=None)
     return tensors
 
 
-def _read(
+def read(
     folder: Path,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor],
@@ -230,13 +218,16 @@ def _read(
 ) -> None:
     """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
 
-    def read() -> None:
+    def read_files() -> None:
         wanted: dict[str, list[tuple[str, Box, Chunk]]] = defaultdict(list)
         for name, tensor in tensors.items():
             if not local_part(tensor).numel():
                 continue
             own = box_of(tensor)
-            for chunk in manifest.tensors[name].chunks_in(own):
+            entry = manifest.tensors.get(name)
+            if entry is None or entry.shape != tensor.shape:
+                raise CorruptCheckpoint(f"{folder} has no {name} of shape {[*tensor.shape]}")
+            for chunk in entry.chunks_in(own):
                 if chunk.file not in manifest.files:
                     raise CorruptCheckpoint(
                         f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
@@ -253,7 +244,7 @@ def _read(
                         _fill(local_part(tensors[name]), own, stored, chunk)
 
     with torch.no_grad():
-        run_on_all_ranks(group, f"reading {folder}", read)
+        run_on_all_ranks(group, f"reading {folder}", read_files)
     transfer.forget(folder, manifest)
 
 

@@ -43,6 +43,17 @@ class File:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The frozen weights beside which adapters were trained, and which are read from their own
+    place.
+    """
+
+    folder: str
+    fingerprint: str
+    """Of the values."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint holds."""
 
@@ -54,12 +65,14 @@ class Manifest:
     format: int = FORMAT
     attempt: str = ""
     """The folder beside the manifest that has the files, where a run saves into a bucket."""
+    base: Base | None = None
+    """There are only adapters, which belong to these weights."""
 
     def render(self) -> bytes:
         """Return the manifest's file in the one form that is accepted: any other byte in it is
         damage.
         """
-        fields = {key: value for key, value in vars(self).items() if key != "attempt" or value}
+        fields = {key: value for key, value in vars(self).items() if value not in ("", None)}
         body = json.dumps(fields, default=vars, separators=(",", ":"), sort_keys=True).encode()
         return b"%s%s}\n" % (_HEAD % zlib.crc32(body), body)
 

@@ -140,8 +140,9 @@ class Saver:
             before = self._pending.step
             self._log.info(f"save of step {step} is waiting for step {before} to finish writing")
         self.finish_save()
+        base = self._folder.base
         weights_only = self.settings.last_save_model_only and step == self._last_step
-        tensors = state.weights() if weights_only else state.tensors()
+        tensors = state.chosen(weights_only, base is None)
         numbers = {} if weights_only else state.numbers()
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
         if self._rank == 0:
@@ -157,7 +158,7 @@ class Saver:
         make_documents = partial(self._documents, document)
         confirm = self._folder.confirm
         content = commit.Content(
-            step, tensors, copies.__getitem__, payload, make_documents, weights_only, confirm
+            step, tensors, copies.__getitem__, payload, make_documents, weights_only, confirm, base
         )
         pending = PendingSave(self._write, content)
         self._pending = pending

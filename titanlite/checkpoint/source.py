@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.checkpoint import load
+from titanlite.checkpoint import base, load
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -75,9 +75,11 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     if resume.hf:
         resume.hf.fill(state.weights())
         dist.barrier(folder.group)
+        folder.base = base.settle(folder, resume, state)
         log.info(f"loaded Hugging Face weights from {resume.folder}")
         return
     load.restore(resume, state, folder.group)
+    folder.base = base.settle(folder, resume, state)
     if not resume.continues:
         log.info(f"loaded weights from {resume.folder}")
         return

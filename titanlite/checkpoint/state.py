@@ -68,12 +68,24 @@ class TrainingState:
                 tensors[f"model.{name}"] = buffer
         return tensors
 
+    def frozen(self) -> Tensors:
+        """Return the parameters that are not trained."""
+        names = self._names.items()
+        return {f"model.{name}": plain(each) for each, name in names if not each.requires_grad}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights, and the optimizer's tensors in the shape of a parameter."""
         tensors = self.weights()
         for name, _, value in self._entries():
             if not _is_scalar(value):
                 tensors[name] = value
+        return tensors
+
+    def chosen(self, weights_only: bool, whole: bool) -> Tensors:
+        """Return the tensors of a checkpoint, which is without frozen parameters unless `whole`."""
+        tensors = self.weights() if weights_only else self.tensors()
+        for name in () if whole else self.frozen():
+            del tensors[name]
         return tensors
 
     def numbers(self) -> Numbers:

@@ -135,6 +135,8 @@ def _show(arguments: Namespace) -> int:
         ("versions", versions),
         ("optimizer", f"{kinds} in {len(optimizer)} tensors" if optimizer else "weights only"),
     ]
+    if manifest.base:
+        rows.append(("base", f"{manifest.base.folder}, fingerprint {manifest.base.fingerprint}"))
     _print_table((), rows)
     print()
     rows = [
@@ -308,6 +310,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
             "--dtype float32|bfloat16|float16": "default: the config's checkpoint.export_dtype",
             "--tokenizer FOLDER": ("default: the run's own", str, ""),
             "--verify full|sizes": ("what to check first (default: full)", str, "full"),
+            "--base FOLDER": ("where the base of adapters is, if it was moved", str, ""),
             "--model.package NAME": (
                 "the package the model is in; needed if the checkpoint's config names one",
                 str,

@@ -6,11 +6,10 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CONFIG, CorruptCheckpoint, Manifest, committed
 from titanlite.checkpoint.resume import saved_model
@@ -19,8 +18,9 @@ from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError, print_notice, some_of
-from titanlite.observe.progress import progress_bar
-from titanlite.registry.lora import Adapters
+from titanlite.observe.progress import Progress, progress_bar
+from titanlite.registry import ModelSpec
+from titanlite.registry.lora import Adapters, is_adapter
 from titanlite.runtime import store
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import find_checkpoint, whole_manifest
@@ -38,11 +38,11 @@ def export(arguments: Namespace) -> int:
     _refuse_existing(target)
     if committed(target.absolute().parent):
         hold_run(target)
-    manifest = whole_manifest(
-        folder, None if arguments.verify == "full" else (), "; nothing was exported"
-    )
+    contents = None if arguments.verify == "full" else ()
+    manifest = whole_manifest(folder, contents, "; nothing was exported")
     import torch
 
+    from titanlite.checkpoint.base import BaseWeights
     from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.export import export as write_export
     from titanlite.checkpoint.hf.export import merged, plain_tensors
@@ -50,29 +50,33 @@ def export(arguments: Namespace) -> int:
     from titanlite.checkpoint.hf.peft import export_adapters
     from titanlite.checkpoint.load import load_tensors
 
-    names = [name for name in manifest.tensors if name.startswith("model.")]
-    fetched = set[str]()
-
-    def fetch(name: str, owner: int) -> torch.Tensor:
-        fetched.add(name)
-        show(len(fetched), len(names))
-        return load_tensors(folder, [f"model.{name}"], manifest)[f"model.{name}"]
+    def read(name: str) -> torch.Tensor:
+        return load_tensors(folder, [name], manifest)[name]
 
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
+    start = config.checkpoint.initial_load_path
     with writing(target), progress_bar("tensors") as show:
         _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
+            tensors = plain_tensors(manifest, dtype)
             documents = {CONFIG: store.read(folder / CONFIG)}
-            write_export(target, plain_tensors(manifest, dtype), documents, fetch)
+            write_export(target, tensors, documents, _counted(read, len(tensors), show))
+            if manifest.base:
+                print_notice(f"the adapters alone; their base is {manifest.base.folder}")
         else:
-            translation, vocab_size = _translation(folder, manifest, config, arguments)
+            spec, flavor = _model(folder, config, arguments.package)
+            translation = _translation(folder, manifest, spec, flavor)
+            if manifest.base and arguments.format != "peft":
+                weights = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
+                shapes = {f"model.{name}": shape for name, shape in translation.shapes.items()}
+                read = weights.beside(read, manifest, shapes, config.training.dtype)
+            fetch = _counted(read, len(translation.shapes), show)
             if arguments.format == "peft":
-                base = config.checkpoint.initial_load_path
-                export_adapters(target, translation, partial(fetch, owner=0), base)
+                export_adapters(target, translation, fetch, start)
             else:
-                tokenizer = _tokenizer(arguments.tokenizer, config, vocab_size)
+                tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
                 documents = hf_documents(translation.config, dtype, tokenizer)
                 tensors = translation.hf_tensors(dtype)
                 write_export(target, tensors, documents, merged(fetch, translation))
@@ -85,27 +89,44 @@ def _refuse_existing(target: Path) -> None:
         raise UserError(f"{target} exists, and an export overwrites nothing")
 
 
-def _translation(
-    folder: Path, manifest: Manifest, config: JobConfig, arguments: Namespace
-) -> tuple[Translation, int]:
-    """Return the translation of a checkpoint's weights, and the size of its vocabulary."""
-    from titanlite.checkpoint.hf.names import Translation
-    from titanlite.checkpoint.load import load_tensors
+def _counted(
+    read: Callable[[str], torch.Tensor], total: int, show: Progress
+) -> Callable[..., torch.Tensor]:
+    """Return a function that fetches a parameter, and shows how many are fetched."""
+    fetched = set[str]()
+
+    def fetch(name: str, owner: int = 0) -> torch.Tensor:
+        fetched.add(name)
+        show(len(fetched), total)
+        return read(f"model.{name}")
+
+    return fetch
+
+
+def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, Any]:
+    """Return the model that a checkpoint has weights of."""
     from titanlite.registry import get_model
 
-    if config.model.package and not arguments.package:
+    if config.model.package and not package:
         raise UserError(
             f'{folder}: the model is in the package "{config.model.package}", '
             f"which is imported only if you name it: --model.package {config.model.package}"
         )
-    spec = get_model(config.model.name, arguments.package)
+    spec = get_model(config.model.name, package)
     spec = replace(spec, adapters=Adapters.of(config.lora))
     # A flavor may have been edited since.
     overrides = {
         **config.model.overrides,
         **saved_model(folder, spec),
     }
-    flavor = spec.configure(config.model.flavor, overrides)
+    return spec, spec.configure(config.model.flavor, overrides)
+
+
+def _translation(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
+    """Return the translation of a checkpoint's weights."""
+    from titanlite.checkpoint.hf.names import Translation
+    from titanlite.checkpoint.load import load_tensors
+
     translation = Translation(spec, flavor)
     buffers = {
         name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
@@ -118,15 +139,14 @@ def _translation(
         if name.startswith("model.")
     }
     saved = {name: shape for name, shape in saved.items() if name not in buffers}
-    if wrong := [
-        name
-        for name in {**translation.shapes, **saved}
-        if translation.shapes.get(name) != saved.get(name)
-    ]:
+    expected = translation.shapes
+    if manifest.base:
+        expected = {name: shape for name, shape in expected.items() if is_adapter(name)}
+    if wrong := [name for name in {**expected, **saved} if expected.get(name) != saved.get(name)]:
         raise CorruptCheckpoint(
             f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
         )
-    return translation, spec.shape(flavor).vocab_size
+    return translation
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:

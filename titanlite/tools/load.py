@@ -25,7 +25,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.resume import checkpoint_root, saved_model
+from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.transfer import fetched
 from titanlite.config.job import Job, job_from
@@ -110,11 +110,15 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     """Return the job's model on one device with a checkpoint's weights, checked by
     checkpoint.verify_on_load.
     """
-    from titanlite.checkpoint.load import load_weights
+    from titanlite.checkpoint.base import BaseWeights
+    from titanlite.checkpoint.load import restore
+    from titanlite.checkpoint.state import TrainingState
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate
 
-    whole_manifest(folder, None if job.config.checkpoint.verify_on_load == "full" else ())
+    manifest = whole_manifest(
+        folder, None if job.config.checkpoint.verify_on_load == "full" else ()
+    )
     check_model(
         folder,
         saved_model(folder, job.spec),
@@ -124,7 +128,11 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     )
     model, _ = build_model(job)
     allocate(model, device)
-    load_weights(folder, model)
+    state = TrainingState([model], None, table={})
+    restore(Resume(folder, manifest), state, None)
+    if manifest.base:
+        given = job.config.checkpoint.initial_load_path
+        BaseWeights(manifest.base, given, job.spec, job.model).fill(state.frozen())
     return model
 
 

@@ -1,0 +1,108 @@
+"""Checkpoints of adapters: the base is named, read from its own place and compared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.jobs import FLOAT64, TINY, trainer
+from tests.launch.run import records
+from titanlite import cli
+from titanlite.checkpoint.base import digest
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.errors import UserError
+from titanlite.registry.lora import is_adapter
+from titanlite.tools.load import find_checkpoint, load
+
+SAVED = [*TINY, *FLOAT64, "--model.overrides.n_kv_heads=2", "--checkpoint.enable"]
+TUNED = [*SAVED, "--lora.rank=3", "--optimizer.lr=0.01", "--debug.seed=3"]
+TUNED += ["--training.global_batch_size=4", "--training.local_batch_size=2"]
+
+
+def trained(argv: list[str], folder: str) -> list[float]:
+    """Train, resuming if there is a checkpoint; return all losses of the run."""
+    trainer(argv, folder).train()
+    return [record["loss"] for record in records(Path(folder)) if "loss" in record]
+
+
+@pytest.fixture
+def tuned(pool, tmp_path) -> Path:
+    """The folder of a run of adapters, beside that of its base."""
+    pool.run(trained, SAVED, str(tmp_path / "base"), world=1)
+    argv = [*TUNED, f"--checkpoint.initial_load_path={tmp_path}/base/checkpoint"]
+    pool.run(trained, argv, str(tmp_path / "tuned"), world=1)
+    return tmp_path / "tuned"
+
+
+def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(pool, tuned):
+    base = tuned.with_name("base")
+    manifest = read_manifest(find_checkpoint(tuned))
+    kept = [name for name in manifest.tensors if name.startswith("model.")]
+    assert kept and all(map(is_adapter, kept))
+    assert manifest.base and manifest.base.folder == str(find_checkpoint(base))
+    argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
+    layouts = {"alone": [], "dp2": [], "tp2": ["--parallelism.tensor_parallel_degree=2"]}
+    layouts["pp2"] = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+    losses = {}
+    for name, options in layouts.items():
+        folder = tuned.with_name(name)
+        shutil.copytree(tuned, folder)
+        world = 1 if name == "alone" else 2
+        losses[name] = pool.run(trained, [*argv, *options], str(folder), world=world)[0]
+        found = read_manifest(find_checkpoint(folder))
+        assert found.base == manifest.base and found.step == 5
+        assert {*found.tensors} == {*manifest.tensors}
+    for name, found in losses.items():
+        assert len(found) == 5 and found == pytest.approx(losses["alone"], rel=1e-12), name
+
+
+def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, tuned, capsys):
+    base, moved = tuned.with_name("base"), tuned.with_name("moved")
+    named = find_checkpoint(base)
+    before = load(tuned)[0].state_dict()
+    base.rename(moved)
+    with pytest.raises(UserError, match=f"beside the weights of {named}, which are not there"):
+        load(tuned)
+    after = load(tuned, f"--checkpoint.initial_load_path={moved}/checkpoint")[0].state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    export = ["checkpoint", "export", str(tuned)]
+    assert cli.main([*export, str(tuned / "a")]) == 2
+    assert "which are not there" in capsys.readouterr().err
+    assert cli.main([*export, str(tuned / "b"), f"--base={moved}/checkpoint"]) == 0
+    assert cli.main(["checkpoint", "show", str(tuned)]) == 0
+    assert f"{named}, fingerprint " in capsys.readouterr().out
+    pool.run(trained, [*SAVED, "--debug.seed=7"], str(base), world=1)
+    argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
+    other = "has weights of the fingerprint .*, and the adapters were trained beside"
+    with pytest.raises(Exception, match=other):
+        pool.run(trained, argv, str(tuned), world=1)
+    assert cli.main([*export, str(tuned / "c")]) == 2
+    assert not (tuned / "c").exists()
+
+
+def digests_on_a_mesh(values: torch.Tensor) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate())]
+    split = [distribute_tensor(values, mesh, placement) for placement in placements]
+    return [digest({"model.x": each}, torch.distributed.group.WORLD) for each in split]
+
+
+def test_a_fingerprint_is_of_every_value_at_its_place_on_any_mesh(pool, monkeypatch):
+    values = torch.randn(5, 7, 3, dtype=torch.bfloat16)
+    alone = digest({"model.x": values}, None)
+    monkeypatch.setattr("titanlite.checkpoint.base._BLOCK", 42)
+    assert digest({"model.x": values}, None) == alone, "in blocks"
+    for found in pool.run(digests_on_a_mesh, values, world=4):
+        assert {each % 2**64 for each in found} == {alone % 2**64}
+    changed = [values.flip(dim) for dim in range(3)]
+    changed.append(values.clone())
+    changed[-1][4, 6, 2] *= -1
+    others = {digest({"model.x": each}, None) for each in changed}
+    others.add(digest({"model.y": values}, None))
+    assert len({*others, alone}) == 6
