@@ -196,6 +196,8 @@ def test_a_template_can_run_no_code(tmp_path):
         (PLAIN, CHAT[:1], "chats.jsonl: line 1: no message of the assistant"),
         (PLAIN, "hello", 'line 1: "hello" is not a list of'),
         (PLAIN, [{"role": "assistant", "content": 3}], "is not a list of"),
+        (PLAIN, [{"role": "usr", "content": "a"}, *CHAT], 'the role "usr" is not in the chat'),
+        (PLAIN, [{"content": "a"}, *CHAT], 'the role "None" is not in the chat template'),
         (PLAIN, [{"role": "assistant", "content": [{"type": "image"}]}], "is not a list of"),
         (PLAIN, [{"role": "assistant", "content": "\ud83d"}], "half of a surrogate pair"),
     ],

@@ -64,7 +64,7 @@ def failure(step: int | None, words: str, **more: object) -> Failure:
 
 
 ERROR = failure(7, "ValueError: x")
-KILL = failure(7, "exited without a traceback (Signal 9 (SIGKILL))", known=False)
+KILL = failure(7, "exited without a traceback (SIGKILL)", known=False)
 
 
 # ---------------------------------------------------------------- who takes part

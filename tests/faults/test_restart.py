@@ -37,7 +37,10 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     pool.run(run_to_end, SAVING, str(tmp_path / "whole"), world=2)
     code, out = train(INJURED, tmp_path / "killed", NGPU="2", INJURY="kill:backward:1:6")
     assert code == 0 and losses(tmp_path / "killed") == losses(tmp_path / "whole"), out
-    assert "exited without a traceback (Signal 9 (SIGKILL))\n" in out
+    assert (
+        "exited without a traceback (SIGKILL, by hand or by the kernel when memory ran out)\n"
+        in out
+    )
     assert re.search(
         rf"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; \d steps? lost\n", out
     ), out

@@ -136,9 +136,7 @@ class Together:
         return self
 
 
-LOST = Failure(
-    0, "here", 5.0, 7, "exited without a traceback (Signal 9 (SIGKILL))", "", known=False
-)
+LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (SIGKILL)", "", known=False)
 ASKED = "SIGTERM to the launcher"
 
 

@@ -260,6 +260,9 @@ def test_a_start_that_fails_leaves_the_folder_as_it_was(tmp_path):
 
 
 def test_the_last_lines_fit_the_run(tmp_path):
+    removed = describe_end(job([*TINY, f"--job.dump_folder={tmp_path}"], world=1).config)
+    assert removed.endswith(f"reached; {tmp_path}, which had its files, was removed")
+    (tmp_path / "metrics.jsonl").touch()
     for saving in ([], ["--checkpoint.enable"]):
         out = describe_end(job([*TINY, f"--job.dump_folder={tmp_path}", *saving], world=1).config)
         assert f"plot {tmp_path}" in out and (

@@ -24,7 +24,9 @@ SWEEP += [f"--training.steps={STEPS}", "--sweep=optimizer.lr=1e-3,2e-3", "--metr
 @pytest.mark.parametrize(
     ("setting", "why"),
     {
-        "optimizer.lr": "--sweep optimizer.lr: give values, as in optimizer.lr=1e-3,4e-3",
+        "optimizer.lr": "--sweep optimizer.lr: give a key and values, as in optimizer.lr=1e-3,4e-3",
+        "=1,2": "--sweep =1,2: give a key and values",
+        "job.dump_folder=a,b": "each run of a sweep has a folder of its own already",
         "optimizer.lr=1e-3,x": 'optimizer.lr = "x"',
         "optimizer.lrr=1": "did you mean optimizer.lr?",
         "training.local_batch_size=1,0": "training.local_batch_size = 0",
@@ -39,13 +41,20 @@ def test_all_values_are_checked_before_the_first_run_starts(
     assert why in capsys.readouterr().err and not folder.exists()
 
 
+def test_a_sweep_has_one_key(tmp_path, capsys):
+    two = ["--sweep=training.steps=1,2", "--sweep", "optimizer.lr=1e-3,2e-3"]
+    assert main(["train", *TINY, f"--job.dump_folder={tmp_path}/outputs", *two]) == 2
+    both = "--sweep training.steps=1,2 --sweep optimizer.lr=1e-3,2e-3: a sweep has one key"
+    assert both in capsys.readouterr().err
+
+
 def compare(folder: Path) -> str:
     plot = command_line("titanlite", "plot")
     return f"{plot} {folder}/optimizer.lr=* --by optimizer.lr"
 
 
 def test_runs_of_a_sweep_have_names_and_a_command_that_compares_them(tmp_path):
-    runs, command = sweep([f"--job.dump_folder={tmp_path}"], "optimizer.lr=1e-3,2e-3")
+    runs, command = sweep([f"--job.dump_folder={tmp_path}"], ["optimizer.lr=1e-3,2e-3"])
     assert [*runs] == ["optimizer.lr = 1e-3", "optimizer.lr = 2e-3"]
     assert command == compare(tmp_path)
     for words in runs.values():

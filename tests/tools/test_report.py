@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -25,6 +26,7 @@ from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.observe.metrics import JsonLines
 from titanlite.tools.record import chart
+from titanlite.tools.top import view
 
 SUFFERED = [
     (8, {"checkpoint_blocked_seconds": 0.25, "checkpoint_write_seconds": 1.5}),
@@ -149,6 +151,20 @@ def test_a_run_that_ended_early_or_resumes_has_no_time_left(run, capsys):
     assert main(["top", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"{run}: starting\n" in out and "ranks: not known yet" in out and "eta" not in out
+
+
+def test_a_run_whose_launcher_is_gone_shows_for_how_long(run, capsys):
+    old = time.time() - 90
+    os.utime(run / "logs/ranks.json", (old, old))
+    assert main(["top", str(run)]) == 0
+    assert "step 10 of 20, no sign of life for 1:3" in capsys.readouterr().out
+
+
+def test_a_low_terminal_keeps_the_ranks_and_leaves_out_curves(run):
+    whole, _ = view(run)
+    low, _ = view(run, 15)
+    assert len(whole.splitlines()) > 15 >= len(low.splitlines())
+    assert "loss" in low and re.search("1 +data", low)
 
 
 def test_a_run_that_starts_has_a_view_before_its_first_step(run, capsys):

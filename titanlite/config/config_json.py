@@ -7,6 +7,7 @@ model lacks is refused unless it is switched off or is listed as one that change
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -67,7 +68,11 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
             f.name for f in fields if f.default is dataclasses.MISSING
         } <= config.model.overrides.keys():
             return "", {}
-        given = "; ".join(f'{key} = "{path}" has none' for key, path in paths.items() if path)
+        given = "; ".join(
+            f'{key} = "{path}" {"has none" if os.path.exists(path) else "does not exist"}'
+            for key, path in paths.items()
+            if path
+        )
         raise UserError(
             f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}"
         )

@@ -23,6 +23,8 @@ from titanlite.data.fingerprint import fingerprint
 from titanlite.data.tokenizer import JsonTokenizer
 from titanlite.errors import UserError, first_line
 
+ROLES = {"assistant", "developer", "system", "tool", "user"}
+"""Those that a template may take without naming them."""
 READ_ONLY = 1 << 31
 """Added to the id of a token that is read and not predicted."""
 BEGIN, END = "\udc00", "\udc01"
@@ -58,6 +60,7 @@ class ChatTokenizer(JsonTokenizer):
         self.vocab_size += READ_ONLY
         self._backend.post_processor = None  # the template writes all special tokens
         source = _find_template(Path(assets), self.settings)
+        self._source = source
         self._template = _compile(source)
         self._has_date = "strftime_now" in source
         self._special = {
@@ -100,6 +103,10 @@ class ChatTokenizer(JsonTokenizer):
         """Return the samples of a chat."""
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         messages = _messages(value)
+        for role in {str(message.get("role")) for message in messages} - ROLES:
+            if role not in self._source:
+                known = ", ".join(sorted(ROLES))
+                raise UserError(f'the role "{role}" is not in the chat template; known are {known}')
         turns = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
         if not turns:
             raise UserError("no message of the assistant, so there is nothing to train on")

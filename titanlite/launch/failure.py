@@ -94,5 +94,7 @@ def _last_lines(log: Path, code: int | None) -> list[str]:
 
 
 def _describe_exit(code: int | None) -> str:
-    is_signal = code is not None and code < 0
-    return f"Signal {-code} ({signal.Signals(-code).name})" if is_signal else f"exit code {code}"
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    cause = ", by hand or by the kernel when memory ran out" * (code == -signal.SIGKILL)
+    return f"{signal.Signals(-code).name}{cause}"

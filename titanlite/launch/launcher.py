@@ -77,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
     values = "train once with each value, in folders of their own: optimizer.lr=1e-3,4e-3"
-    parser.add_argument("--sweep", metavar="KEY=V,V", help=values)
+    parser.add_argument("--sweep", metavar="KEY=V,V", help=values, action="append", default=[])
     about = "list every config key, or those that mention WORD"
     parser.add_argument(
         "-h", "--help", nargs="?", const="", metavar="WORD", action=KeysHelp, help=about
@@ -90,18 +90,18 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
     try:
-        if setting := getattr(arguments, "sweep", ""):  # `titanlite profile` has none
-            return _sweep(argv, setting)
+        if settings := getattr(arguments, "sweep", []):  # `titanlite profile` has none
+            return _sweep(argv, settings)
         return _check_and_run(argv)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _sweep(argv: list[str], setting: str) -> int:
+def _sweep(argv: list[str], settings: list[str]) -> int:
     """Train once with each value and return the highest exit code; a run that was stopped is the
     last. All are checked before the first one starts.
     """
-    runs, compare = sweep(argv, setting)
+    runs, compare = sweep(argv, settings)
     for words in runs.values():
         find_job(load(parse_command_line(words, os.environ)), os.environ)
     worst = OK

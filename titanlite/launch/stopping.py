@@ -101,7 +101,7 @@ class Stopping:
             if self.reason == CTRL_C:
                 say(
                     "\ntitanlite: Ctrl-C: saving this step, then stopping; "
-                    "Ctrl-C again stops at once"
+                    "Ctrl-C again, after a second, stops at once"
                 )
         if any(
             ending.code == CUT_SHORT for ending in early_exits(private)

@@ -9,13 +9,18 @@ from titanlite.config.load import load, parse_command_line
 from titanlite.errors import UserError, command_line
 
 
-def sweep(argv: list[str], setting: str) -> tuple[dict[str, list[str]], str]:
+def sweep(argv: list[str], settings: list[str]) -> tuple[dict[str, list[str]], str]:
     """Return the arguments of each run, in a folder of its own, and the command that compares
     them.
     """
+    *others, setting = settings
     key, _, values = setting.partition("=")
-    if not values:
-        raise UserError(f"--sweep {setting}: give values, as in optimizer.lr=1e-3,4e-3")
+    if not key or not values:
+        raise UserError(f"--sweep {setting}: give a key and values, as in optimizer.lr=1e-3,4e-3")
+    if others:
+        raise UserError(f"--sweep {' --sweep '.join(settings)}: a sweep has one key")
+    if key == "job.dump_folder":
+        raise UserError(f"--sweep {setting}: each run of a sweep has a folder of its own already")
     config = load(parse_command_line(argv, os.environ)).config
     folder, runs = Path(config.job.dump_folder), dict[str, list[str]]()
     for value in values.split(","):

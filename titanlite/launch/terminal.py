@@ -107,7 +107,8 @@ class Terminal:
             task = progress.add_task("starting", total=self._steps, text="")
 
             def show(line: str) -> None:
-                progress.console.print(Text.from_ansi(line))
+                # The terminal wraps it: a line that is copied stays one.
+                progress.console.print(Text.from_ansi(line), soft_wrap=True)
 
             while not self._done.wait(self._seconds):
                 self._show(show)

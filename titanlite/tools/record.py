@@ -70,7 +70,7 @@ class Run:
         """Return what the run planned, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
-        memory = self.logged["memory_gib"].max(initial=0)
+        memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
         planned = re.findall("planned peak ([^;]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
         for save in self.saved[-1:]:
@@ -78,8 +78,9 @@ class Run:
         on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
         planned = ", ".join(planned) or "unknown"
+        measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
         return [
-            ("memory", f"{memory:.2f} GiB measured{whole}, planned {planned}"),
+            ("memory", f"{measured}, planned {planned}"),
             ("saves", saves),
             ("restarts", f"{max(attempts, default=0)} since the last start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),

@@ -6,6 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
+from shutil import get_terminal_size
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import chart, read_run, text_of
 
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
+SILENT_SECONDS = 15
+"""Since the launcher last wrote the places of the ranks, which it does every second or two."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
 steps. Only files are read, so that another machine of the cluster will do, and a run that is \
@@ -47,41 +50,49 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     with Live(Text(text), redirect_stdout=False) as live, suppress(KeyboardInterrupt):
         while not is_over:
             time.sleep(1)
-            text, is_over = view(arguments.dump)
+            text, is_over = view(arguments.dump, get_terminal_size().lines - 1)
             live.update(Text(text))
     return 0
 
 
-def view(dump: Path) -> tuple[str, bool]:
-    """Return a run as text as wide as the terminal, and whether it has reached its last step."""
+def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
+    """Return a run as text as wide as the terminal, and whether it has reached its last step.
+
+    Curves that a terminal of this height has no room for are left out.
+    """
     record = read_run(dump)
     config = tomllib.loads(text_of(record.folder / CONFIG))
     steps, is_over = config.get("training", {}).get("steps", 0), False
-    ranks = json.loads(text_of(record.folder / "logs" / RANKS) or "{}").values()
+    ranks = record.folder / "logs" / RANKS
     state = "starting" if len(record.logged) else "starting, no step logged yet"
     if len(record.logged) and steps:
         step, seconds = record.logged[["step", "step_seconds"]][-1]
         is_over = step >= steps
-        has_ended = ranks and all(beat["phase"] == "ended" for beat in ranks)
-        left = "stopped" if has_ended else f"eta {format_duration((steps - step) * seconds)}"
+        left = _sign_of_an_end(ranks) or f"eta {format_duration((steps - step) * seconds)}"
         state = f"step {step:.0f} of {steps}, {'done' if is_over else left}"
     rows = []
     for key in CURVES:
         values = record.values(key)
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
-    tables = [
-        Table("curves", f"{dump}: {state}", (), rows or _last_notice(record.folder)),
-        Table("events", "events", (), record.events()),
-        places(record.folder / "logs" / RANKS),
-    ]
-    return "\n\n".join(map(str, tables)), is_over
+    below = f"{Table('events', 'events', (), record.events())}\n\n{places(ranks)}"
+    rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
+    return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
 
 def _last_notice(folder: Path) -> list[tuple[str, str]]:
     """Return the last line of the launcher's log."""
     lines = text_of(folder / "logs" / NOTICES).splitlines()
     return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
+
+
+def _sign_of_an_end(ranks: Path) -> str:
+    """Return whether a run stopped, or has been silent; nothing while it trains."""
+    beats = json.loads(text_of(ranks) or "{}").values()
+    if beats and all(beat["phase"] == "ended" for beat in beats):
+        return "stopped"
+    silent = time.time() - ranks.stat().st_mtime if beats else 0
+    return f"no sign of life for {format_duration(silent)}" if silent > SILENT_SECONDS else ""
 
 
 def places(file: Path) -> Table:

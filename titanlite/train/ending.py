@@ -14,6 +14,9 @@ from titanlite.runtime.page import EarlyExit
 def describe_end(config: JobConfig) -> str:
     """Return the lines."""
     folder = Path(config.job.dump_folder)
+    reached = f"\ntitanlite: step {config.training.steps} reached"
+    if not (folder / "metrics.jsonl").exists():
+        return f"{reached}; {folder}, which had its files, was removed"
     rows: dict[str, object] = {
         "metrics": folder / "metrics.jsonl",
         "config": folder / "config.toml",
@@ -35,7 +38,7 @@ def describe_end(config: JobConfig) -> str:
         )
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
-    return "\n  ".join([f"\ntitanlite: step {config.training.steps} reached", *lines])
+    return "\n  ".join([reached, *lines])
 
 
 def describe_stop(config: JobConfig, left: EarlyExit) -> str:
