@@ -126,6 +126,7 @@ def main(arguments: list[str]) -> None:
             values = ", ".join(f"{name} {value:.1f}" for name, value in style(paths).items())
             print(f"ring {ring}: {values}")
         return
+    print("tokens of code, without comments and docstrings\n")
     for ring, paths in rings().items():
         rooms = Counter[str]()
         for path in paths:

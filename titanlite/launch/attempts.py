@@ -21,7 +21,7 @@ from titanlite.fault.decide import Saved
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.launch.node import Node
 from titanlite.launch.stopping import Stopped
-from titanlite.launch.terminal import say
+from titanlite.launch.terminal import ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE, rank_file
@@ -128,6 +128,9 @@ class Attempts:
             if self._saves and verdict.code is not None:
                 saved = status.last_saved_message(self._given)
             print(failure.describe(logs / f"rank-{failure.rank}.log", saved), file=sys.stderr)
+            if self._node.rank == 0:
+                who = f"rank {failure.rank}: " if failure.rank >= 0 else ""
+                note(logs, f"{ENDED}{who}{failure.words}")
         if verdict.why:
             print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
 

@@ -40,7 +40,7 @@ from titanlite.launch.nodes import (
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
-from titanlite.launch.terminal import say
+from titanlite.launch.terminal import ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
@@ -355,7 +355,9 @@ class Launch:
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
             files = AS_IT_WAS
-        say(f"\ntitanlite: stopped at step {step} of {self.job.config.training.steps}; {files}")
+        stopped = f"stopped at step {step} of {self.job.config.training.steps}"
+        say(f"\ntitanlite: {stopped}; {files}")
+        note(self.folder / "logs", f"{ENDED}{stopped}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
 
     def _put_back(self) -> bool:

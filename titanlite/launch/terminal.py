@@ -20,6 +20,8 @@ from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
 """The launcher's own log, with the plan."""
+ENDED = "ended: "
+"""Begins its last line, where a run ended before its last step."""
 _FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 
@@ -124,8 +126,7 @@ class Terminal:
 
     def _show(self, show: Any, last: bool = False) -> None:
         for line in [] if last else self._notices():
-            with suppress(OSError), (self._folder / NOTICES).open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+            note(self._folder, line)
             if not self._is_known(line):
                 show(line)
         for rank, follower in self._logs.items():
@@ -179,6 +180,12 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
             lines |= {*file.read(1 << 16).partition("\nstep:")[0].splitlines()}
     return lines
+
+
+def note(logs: Path, line: str) -> None:
+    """Add a line to the launcher's own log."""
+    with suppress(OSError), (logs / NOTICES).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 def say(text: str) -> None:

@@ -173,13 +173,18 @@ def import_package(package: str) -> None:
         # The current folder, where the installed script does not look; last, to shadow nothing.
         sys.path.append("")
     try:
-        importlib.import_module(package)
+        module = importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise
         raise UserError(
             f"there is no package {error.name} in {os.getcwd()}, and none is installed"
         ) from None
+    if not getattr(module, "__file__", None):
+        raise UserError(
+            f"{[*module.__path__][0]} is no package: it has no __init__.py; start in "
+            "the folder that has the package, or put that into PYTHONPATH"
+        )
 
 
 def _load_entry_point(point: EntryPoint) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import NOTICES
+from titanlite.launch.terminal import ENDED, NOTICES
 from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
@@ -71,7 +71,7 @@ class Run:
         logs = self.folder / "logs"
         attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
         memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
-        planned = re.findall("planned peak ([^;]+)", text_of(logs / NOTICES))
+        planned = re.findall("planned peak ([^;\n]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
         for save in self.saved[-1:]:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
@@ -85,7 +85,14 @@ class Run:
             ("restarts", f"{max(attempts, default=0)} since the last start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.bad)}"),
+            *[("end", self.ending)][: bool(self.ending)],
         ]
+
+    @property
+    def ending(self) -> str:
+        """How the run ended before its last step, in the launcher's words."""
+        last = text_of(self.folder / "logs" / NOTICES).rpartition(ENDED)
+        return last[1] and last[2].strip()
 
 
 def text_of(file: Path) -> str:

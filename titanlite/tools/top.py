@@ -68,7 +68,8 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     if len(record.logged) and steps:
         step, seconds = record.logged[["step", "step_seconds"]][-1]
         is_over = step >= steps
-        left = _sign_of_an_end(ranks) or f"eta {format_duration((steps - step) * seconds)}"
+        left = "ended" if record.ending else _sign_of_an_end(ranks)
+        left = left or f"eta {format_duration((steps - step) * seconds)}"
         state = f"step {step:.0f} of {steps}, {'done' if is_over else left}"
     rows = []
     for key in CURVES:

@@ -90,7 +90,8 @@ def _in_one_line(error: BaseException) -> BaseException:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
         return RunFailed(f"{error}{remedy(error)}")
     # In the first step it would happen again.
-    if isinstance(error, torch.OutOfMemoryError) and OWN_PAGE.step == OWN_PAGE.first_step:
+    is_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    if is_memory and OWN_PAGE.step == OWN_PAGE.first_step:
         where = f"step {OWN_PAGE.step}" if OWN_PAGE.step else "the start"
         return RunFailed(f"{where} does not fit; {REMEDY}: {first_line(error)}")
     return error

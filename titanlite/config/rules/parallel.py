@@ -72,6 +72,7 @@ def find_layout(
         why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
         why = _does_not_divide(value, ranks, legal_degrees(first, world, config, spec, shape))
+        why += f"; NGPU={value} starts {value} ranks" * (value > world)
     refuse(f"parallelism.{first}", why)
     return None
 
