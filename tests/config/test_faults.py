@@ -49,7 +49,7 @@ def test_three_errors_of_one_command_line_are_all_named():
     assert text.startswith("3 configuration errors; nothing was started")
     assert "training.stepz = 5" in text and "unknown key; did you mean training.steps?" in text
     assert 'optimizer.lr = "x"' in text and "a number > 0" in text
-    assert "3 does not divide 2 ranks; legal: 1, 2" in text
+    assert "3 does not divide 2 ranks (NGPU=3 starts 3); legal: 1, 2" in text
 
 
 def test_a_model_that_is_not_registered_hides_no_fault_but_those_of_its_fields():

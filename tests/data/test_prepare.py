@@ -270,7 +270,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
 
 
 BAD_LINES = {
-    "{broken": "not a JSON object",
+    "{broken": "not JSON: ",
     '"text"': "not a JSON object",
     '{"body": "x"}': 'no "text" in it',
     '{"text": null}': '"text" is null, not a string',

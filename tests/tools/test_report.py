@@ -150,7 +150,7 @@ def test_a_run_that_ended_early_or_resumes_has_no_time_left(run, capsys):
     places.unlink()
     assert main(["top", str(run)]) == 0
     out = capsys.readouterr().out
-    assert f"{run}: starting\n" in out and "ranks: not known yet" in out and "eta" not in out
+    assert f"{run}: starting\n" in out and "Ranks: not known yet" in out and "eta" not in out
 
 
 def test_a_run_whose_launcher_is_gone_shows_for_how_long(run, capsys):

@@ -163,8 +163,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
     if not path.exists():
+        hint = ""
+        if (folder / "config.toml").exists():
+            hint = " (a folder of titanlite's, for checkpoint.initial_load_path as it is)"
         raise UserError(
-            f"{folder} has no config.json: nothing says which heads, "
+            f"{folder} has no config.json{hint}: nothing says which heads, "
             "epsilon or wavelengths its weights need"
         )
     try:

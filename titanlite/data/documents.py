@@ -265,9 +265,12 @@ def _json_texts(
     except AttributeError:
         reason = f'"{key}" is {json.dumps(value)[:40]}, not a string'
     except KeyError:
-        reason = f'no "{key}" in it'
-    except (ValueError, TypeError) as error:
-        reason = f"not a JSON object: {error}"
+        fields = ", ".join(json.loads(line))
+        reason = f'no "{key}" in it but {fields}; training.text_key names the field'
+    except TypeError:
+        reason = "not a JSON object"
+    except ValueError as error:
+        reason = f"not JSON: {error}"
     raise UserError(f"{source()}: {reason}")
 
 

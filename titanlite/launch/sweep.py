@@ -19,6 +19,8 @@ def sweep(argv: list[str], settings: list[str]) -> tuple[dict[str, list[str]], s
         raise UserError(f"--sweep {setting}: give a key and values, as in optimizer.lr=1e-3,4e-3")
     if others:
         raise UserError(f"--sweep {' --sweep '.join(settings)}: a sweep has one key")
+    if len({*values.split(",")}) < len(values.split(",")):
+        raise UserError(f"--sweep {setting}: a value is there twice")
     if key == "job.dump_folder":
         raise UserError(f"--sweep {setting}: each run of a sweep has a folder of its own already")
     config = load(parse_command_line(argv, os.environ)).config

@@ -149,12 +149,12 @@ def facts_table(facts: Sequence[Facts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
     from titanlite.train.rank_facts import by, named
 
-    header = "ranks host device software Python revision config machine free clock".split()
+    header = "ranks host device software Python revision config machine disk clock".split()
     rows = []
     for group in by(
         lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
     ).values():
-        first, free = group[0], format_bytes(min(own.free_bytes for own in group))
+        first, free = group[0], format_bytes(min(own.free_bytes for own in group)) + " free"
         revision = first.revision[:10] + first.revision[40:]
         clock = min(own.clock for own in group) - facts[0].clock
         ranks, device = named(group).split()[1:-2], first.gpu or first.device

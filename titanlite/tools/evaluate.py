@@ -77,6 +77,8 @@ def _own_data(arguments: Namespace) -> list[str]:
                 'as in "--dataset text"'
             )
         return steps
+    if arguments.dataset in ("text", "tokens", "chat") and not arguments.dataset_path:
+        raise UserError(f"--dataset {arguments.dataset}: name its folder or file, --dataset-path")
     return [
         f"--validation.dataset={arguments.dataset}",
         f"--validation.dataset_path={arguments.dataset_path or ''}",

@@ -76,7 +76,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
         values = record.values(key)
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
-    below = f"{Table('events', 'events', (), record.events())}\n\n{places(ranks)}"
+    below = f"{Table('events', 'Events', (), record.events())}\n\n{places(ranks)}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
@@ -102,7 +102,7 @@ def places(file: Path) -> Table:
         (rank, *(f"{beat[key]}" for key in PLACE))
         for rank, beat in json.loads(text_of(file) or "{}").items()
     ]
-    title = "ranks: not known yet; titanlite's launcher writes their places"
+    title = "Ranks: not known yet; titanlite's launcher writes their places"
     if rows:
-        title = f"ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
+        title = f"Ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
     return Table("ranks", title, ("rank", *PLACE), rows)

@@ -104,10 +104,12 @@ def _describe_data(trainer: Trainer) -> str:
     data, training = trainer.data, trainer.job.config.training
     mixture = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture)
     number = "streamed," if data.samples is None else f"{data.samples:,}"
-    parts = [mixture or training.dataset, f"{number} windows of {training.seq_len:,} tokens"]
+    windows = "window" + "s" * (data.samples != 1)
+    parts = [mixture or training.dataset, f"{number} {windows} of {training.seq_len:,} tokens"]
     if data.samples is not None and not mixture:
         steps = round(data.samples / trainer.job.batch.total)
-        parts.append(f"{steps:,} step{'s' * (steps != 1)} an epoch")
+        some = f"{steps:,} step{'s' * (steps != 1)}" if steps else "less than a step"
+        parts.append(f"{some} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
 
 

@@ -71,8 +71,8 @@ def find_layout(
     elif shard != -1:
         why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
+        ranks += f" (NGPU={value} starts {value})" * (value > world)
         why = _does_not_divide(value, ranks, legal_degrees(first, world, config, spec, shape))
-        why += f"; NGPU={value} starts {value} ranks" * (value > world)
     refuse(f"parallelism.{first}", why)
     return None
 
