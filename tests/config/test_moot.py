@@ -146,6 +146,7 @@ REFUSED = {  # key: (a value, part of the message, further options of the run)
         MIXTURE,
     ),
     "training.repeat": ("false", "every source of a mixture repeats", MIXTURE),
+    "training.offload_folder": ("/a", "needs training.enable_cpu_offload", ""),
     "training.dataloader.pin_memory": ("true", "pinned memory is for copies to a GPU", ""),
     "optimizer.beta1": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),
     "optimizer.beta2": ("0.5", "SGD does not use this key", "--optimizer.name=SGD"),

@@ -313,6 +313,8 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "parallelism.fsdp_keep_whole": ACTIVE + "test_replicated_parameters_are_reduced_once_per_step",
     "training.loss_chunks": "tests/train/test_chunked_loss.py::test_peak_memory_falls_as_computed",
     "training.enable_cpu_offload": ACTIVE + "test_cpu_offload_is_active",
+    "training.offload_folder": "tests/optim/test_nvme.py::"
+    "test_training_has_the_bits_of_state_in_memory",
     "activation_checkpoint.memory_budget": ACTIVE
     + "test_memory_budget_is_kept_and_ends_with_its_run",
     "parallelism.defer_gradient_sync": ACTIVE + "test_deferred_sync_reduces_once_per_step",

@@ -9,9 +9,10 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.lanes import sample
+from titanlite.errors import format_bytes
 from titanlite.layout import Layout
 from titanlite.planner.hardware import GIB, load_hardware
-from titanlite.planner.plan import make_plan
+from titanlite.planner.plan import make_plan, start_lines
 from titanlite.planner.record import Collective, Operation, Recording
 from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.planner.speed import speed_of
@@ -34,6 +35,18 @@ def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_u
     assert sent["from GPU"] == kept["gradients"]
     assert kept["parameters"] < sent["to GPU"] <= 2 * kept["parameters"], "each pass"
     assert {op.phase for op in recording.operations} >= {"optimizer on the host"}
+
+
+def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
+    given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, "--training.offload_folder=/nvme"], 2)
+    size = static_bytes(given)["optimizer"]
+    plain, plan = (make_plan(one, load_hardware("h100-80g")) for one in (given, on_disk))
+    assert plain.on_host - size - 8192 <= plan.on_host <= plain.on_host - size
+    (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
+    assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
+    assert plan.speed.estimate > term.seconds and "one NVMe disk" in report(plan)
+    memory, _ = start_lines(on_disk, "", None, 2)
+    assert f"beside {format_bytes(size)} on a disk" in memory
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():

@@ -157,10 +157,10 @@ class Training(Section):
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; the optimizer runs there."""
+    offload_folder: str = ""
+    """Folder on each node's own disk (NVMe) for the optimizer state of enable_cpu_offload."""
     gc_freq: Positive = 50
-    """Steps between runs of Python's garbage collector, on all ranks at once and at no other
-    time.
-    """
+    """Steps between runs of Python's garbage collector, on all ranks and at no other time."""
     packing: Literal["concatenate", "first-fit"] = "concatenate"
     """How documents fill windows: concatenate cuts them where a window ends; first-fit keeps them
     whole and pads.

@@ -73,6 +73,8 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
                 check(float8.plan, model, job, table)
             if parts := check(_stages_alone, job, model):
                 check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
+            if job.config.training.offload_folder:
+                check(_check_disk, job, processes)
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
         title = f"this machine can't train {name} with this config; nothing was started"
@@ -333,7 +335,8 @@ def _check_memory(
     if available is None or total <= available:
         return
     static = static_bytes(job)
-    first = static["parameters"] + static["gradients"] + static["optimizer"]
+    first = static["parameters"] + static["gradients"]
+    first += 0 if job.config.training.offload_folder else static["optimizer"]
     # Of the other pipeline ranks only the stages are counted, as if they were split evenly.
     per_rank = max(first, *(size * job.layout.pp // job.layout.model_shards for size in sizes))
     if per_rank <= available:
@@ -358,6 +361,14 @@ def _check_memory(
     )
 
 
+def _check_disk(job: Job, processes: int) -> None:
+    """Raise unless training.offload_folder has room for the optimizer state of a node's ranks."""
+    from titanlite.optim.nvme import reserve
+    from titanlite.planner.rehearse import static_bytes
+
+    reserve(job.config.training.offload_folder, processes * static_bytes(job)["optimizer"]).close()
+
+
 def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], element_size: int) -> int:
     """Return the bytes that training keeps of parts of a model, with parameters of `element_size`
     bytes.
@@ -368,5 +379,7 @@ def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], elemen
     elements = sum(
         p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters()
     )
+    if job.config.training.offload_folder:
+        return elements * element_size
     groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())
     return elements * element_size + optimizer_bytes(groups, job.config)

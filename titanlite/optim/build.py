@@ -20,6 +20,7 @@ from titanlite.config import schema
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import BF16State
+from titanlite.optim.nvme import OnDisk
 from titanlite.parallel.build import named_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
@@ -95,13 +96,11 @@ def build_optimizer(
     `stage` is the group of the ranks that share the parameters, None for all.
     """
     spec = _spec(config)
-    arguments: list[Any] = [trained, config]
-    if spec.communicates:
-        arguments.append(stage)
-    optimizer: torch.optim.Optimizer = resolve_name(spec.build)(*arguments)
+    group = [stage] * spec.communicates
+    optimizer: torch.optim.Optimizer = resolve_name(spec.build)(trained, config, *group)
     if config.optimizer.state_dtype == "bfloat16":
         return BF16State(optimizer, seed)
-    return optimizer
+    return OnDisk(optimizer, config) if config.training.offload_folder else optimizer
 
 
 def groups(

@@ -38,7 +38,9 @@ class Host:
     """Bandwidth in GB/s."""
     link: Positive = 32
     """GB/s between it and a GPU, in one direction."""
-    source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16"
+    disk: Positive = 5
+    """GB/s that a node reads and writes at once in training.offload_folder, both together."""
+    source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16, one NVMe disk"
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -106,6 +108,10 @@ class Hardware:
     def host_rate(self) -> float:
         """Return bytes per second of the host's memory, for each of its GPUs."""
         return self.node.host.memory * 1e9 / self.node.gpus
+
+    def streaming(self, size: int) -> float:
+        """Return the seconds in which each GPU reads and writes so many bytes on the disk."""
+        return 2 * size * self.node.gpus / (self.node.host.disk * 1e9)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of a type in FLOP/s."""

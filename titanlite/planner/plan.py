@@ -17,7 +17,7 @@ from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.planner.bounds import Facts
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
-from titanlite.planner.record import KINDS, Recording
+from titanlite.planner.record import DISK, KINDS, Recording
 from titanlite.planner.search import Candidate, changes
 from titanlite.planner.speed import WAITING, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
@@ -274,6 +274,8 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
 
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
     line = f"planned peak {format_bytes(recording.peak)} a rank, in {recording.moment}"
+    if DISK in recording.static:
+        line += f", beside {format_bytes(recording.static[DISK])} on a disk"
     if memory is None:
         return line
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"

@@ -17,6 +17,8 @@ KINDS = tuple(
 """The uses of bytes. "buffers" are the model's; "communication" is read or written by a
 collective; "host" is what is offloaded, in no GPU's memory.
 """
+DISK = "disk"
+"""The static bytes of what is in training.offload_folder, and their resource."""
 ON_HOST = " on the host"
 """Ends a phase that the host computes."""
 

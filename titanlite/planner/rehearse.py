@@ -39,7 +39,7 @@ from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.phases import name_phases, name_phases_of_stages
 from titanlite.planner.pipeline import shortened
-from titanlite.planner.record import Recording
+from titanlite.planner.record import DISK, Recording
 from titanlite.planner.torch_private import (
     fake_tensor_mode,
     holding_what_is_sent,
@@ -52,6 +52,13 @@ from titanlite.planner.torch_private import (
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
+
+_WITHOUT_STATE = {
+    "optimizer.name": "SGD",
+    "optimizer.weight_decay": 0.0,
+    "training.offload_folder": "",
+}
+"""What keeps and moves as much in memory as an optimizer whose state is on a disk."""
 
 
 def rehearse(
@@ -86,7 +93,9 @@ def rehearse(
         # Not on fake tensors: what an optimizer, or a pipeline, asks about meshes when it is built.
         gathered = partial(stand_ins.gathered, trained)
         with real_tensors(), patch.object(muon, "gather_objects", gathered):
-            optimizer = build_optimizer(trained, config, 0, mesh.stage)
+            on_disk = config.training.offload_folder
+            built = with_values(config, _WITHOUT_STATE) if on_disk else config
+            optimizer = build_optimizer(trained, built, 0, mesh.stage)
             runner = StepRunner(context, parts, parameters, optimizer, seed=0, rank=rank)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
@@ -97,7 +106,10 @@ def rehearse(
             return _count_step(2, runner, batches, guard, counting, run)
 
         step()  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
-        return step()
+        found = step()
+        if on_disk:
+            found = replace(found, static={**found.static, DISK: optimizer_bytes(trained, config)})
+        return found
 
 
 @contextmanager

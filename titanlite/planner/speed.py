@@ -15,7 +15,7 @@ from math import prod
 from titanlite.config.job import Job
 from titanlite.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import ON_HOST, Collective, Event, Operation, Recording, views
+from titanlite.planner.record import DISK, ON_HOST, Collective, Event, Operation, Recording, views
 
 MEMORY, LINK, NETWORK = "GPU memory", "node link", "network"
 HOST = "host memory"
@@ -121,7 +121,9 @@ def speed_of(
     terms = [[*_terms(recording, layout, hardware)] for recording in ranks]
     bounds = [*map(_bound, terms)]
     bound, binding = max(bounds)
-    estimate = max(bound, *(schedule.finish() for schedule in schedules))
+    disk = max(recording.static.get(DISK, 0) for recording in ranks)
+    steps = (schedule.finish() + hardware.streaming(disk) for schedule in schedules)
+    estimate = max(bound, *steps)
     return [
         Speed(
             terms[bounds.index((bound, binding))],
@@ -253,6 +255,8 @@ def _terms(recording: Recording, layout: Layout, hardware: Hardware) -> Iterator
         if amount:
             rate = hardware.peak(of) if resource == COMPUTE else rates[resource]
             yield Term(resource, of, amount, amount / rate)
+    if size := recording.static.get(DISK):
+        yield Term(DISK, "optimizer", 2 * size, hardware.streaming(size))
 
 
 def _moved(operation: Operation) -> int:

@@ -91,6 +91,10 @@ class OptimizerSpec:
     """The function also gets the process group of the ranks that share the parameters, None if it
     is all of them.
     """
+    elementwise: bool = False
+    """It updates in place, each element by its own gradient and state: training.offload_folder can
+    cut a parameter into pieces.
+    """
 
 
 _optimizers = Registry[OptimizerSpec]("optimizer")
@@ -103,8 +107,10 @@ def register_optimizer(spec: OptimizerSpec) -> OptimizerSpec:
     return spec
 
 
-register_optimizer(OptimizerSpec("AdamW", "titanlite.optim.build:adam", states=2))
-register_optimizer(OptimizerSpec("Adam", "titanlite.optim.build:adam", states=2))
+for _name in ("AdamW", "Adam"):
+    register_optimizer(
+        OptimizerSpec(_name, "titanlite.optim.build:adam", states=2, elementwise=True)
+    )
 _no_moments = ("beta1", "beta2", "eps", "state_dtype")
 register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
 register_optimizer(

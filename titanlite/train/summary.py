@@ -51,7 +51,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
         f"reduction {training.mixed_precision_reduce})",
         "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
-        + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state)),
+        + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state))
+        + f", this in {training.offload_folder}" * bool(training.offload_folder),
         "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
         f"on {decayed} tensors, none on {len(whole) - decayed}",
         "seed": f"{trainer.seed}"

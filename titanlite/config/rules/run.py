@@ -129,6 +129,17 @@ def _optimizer_has_the_keys(
                 f"optimizer.{name}",
                 f"{optimizer.name} does not use this key; remove it, or use AdamW",
             )
+    if not config.training.offload_folder:
+        return
+    if not optimizer.elementwise:
+        yield "optimizer.name", "training.offload_folder is for AdamW and Adam"
+    if not config.training.enable_cpu_offload:
+        yield "training.offload_folder", "needs training.enable_cpu_offload"
+    if config.optimizer.state_dtype != "float32":
+        yield "optimizer.state_dtype", 'training.offload_folder keeps the bits; use "float32"'
+    if config.checkpoint.enable and config.checkpoint.async_mode != "disabled":
+        why = 'would copy what is in training.offload_folder into memory; use "disabled"'
+        yield "checkpoint.async_mode", why
 
 
 def _schedule_fits_the_steps(config: ConfigView) -> Refusals:

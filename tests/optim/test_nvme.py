@@ -1,0 +1,339 @@
+"""Optimizer state on a disk: the bits of the same optimizer in memory, a tenth of it in memory,
+checkpoints of either for the other, and nothing left on the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.checkpoint.saved import SAVING, digests, joined, run_until
+from tests.jobs import MOE, TINY, job, trainer
+from tests.lanes import sample
+from tests.launch.run import ROOT, environment, start
+from titanlite.config.load import ConfigError
+from titanlite.errors import RunFailed, UserError
+from titanlite.launch.preflight import check_machine
+from titanlite.optim import nvme
+
+KIND = ["stat", "-fc%T"]
+OFFLOAD = "--training.enable_cpu_offload"
+UNEVEN = [
+    *("--model.overrides.vocab_size=2049", "--model.overrides.hidden_dim=1"),
+    "--training.steps=5",
+]
+"""On two ranks a matrix of several pieces, of which the last is small, and empty shards."""
+
+
+@pytest.fixture
+def disk(tmp_path) -> str:
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    if subprocess.check_output([*KIND, folder], text=True).strip() == "tmpfs":
+        pytest.skip("temporary files are in memory here")
+    return str(folder)
+
+
+def on(folder: str) -> str:
+    return f"--training.offload_folder={folder}"
+
+
+def in_small_pieces(argv: list[str], folder: str, direct: bool = True) -> dict[str, Any]:
+    """Train; return the digests of the state, and which file has it."""
+    refuse = patch.object(nvme.fcntl, "fcntl", side_effect=OSError(22, "Invalid argument"))
+    with patch.object(nvme, "_NUMEL", 4096):
+        if direct:
+            run = trainer(argv, folder)
+        else:
+            with refuse:
+                run = trainer(argv, folder)
+        run.train()
+    found = {"state": digests(run), "file": "", "is direct": False}
+    optimizer = run.runner.optimizer
+    if isinstance(optimizer, nvme.OnDisk):
+        descriptor = optimizer._file.fileno()
+        found["file"] = os.readlink(f"/proc/self/fd/{descriptor}")
+        found["is direct"] = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+    return found
+
+
+SAME_BITS = {  # ranks, and further options
+    "AdamW": (2, ""),
+    "one rank": (1, ""),
+    "three ranks": (3, ""),
+    "Adam, foreach": (2, "--optimizer.name=Adam --optimizer.implementation=foreach"),
+    "for-loop": (2, "--optimizer.implementation=for-loop"),
+    "skipping": (2, "--fault.on_nonfinite=skip"),
+    "skipping, foreach": (2, "--fault.on_nonfinite=skip --optimizer.implementation=foreach"),
+    "bfloat16": (2, "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16"),
+    "float64": (
+        2,
+        "--training.dtype=float64 --training.mixed_precision_param=float64 "
+        "--training.mixed_precision_reduce=float64",
+    ),
+    "tensor parallel": (
+        4,
+        "--parallelism.tensor_parallel_degree=2 --model.overrides.n_kv_heads=2 "
+        "--model.overrides.hidden_dim=2 --model.overrides.vocab_size=2050",
+    ),
+    "pipeline": (2, "--parallelism.pipeline_parallel_degree=2"),
+    "replicas": (2, "--parallelism.data_parallel_replicate_degree=2"),
+    "frozen": (2, "--model.freeze=['layers.0.*']"),
+    "lora": (2, "--lora.rank=2"),
+    "float8": (
+        2,
+        "--quantize.linear.float8.enable --quantize.linear.float8.emulate "
+        "--quantize.linear.float8.enable_fsdp_float8_all_gather --model.overrides.hidden_dim=32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sample(SAME_BITS, "AdamW"))
+def test_training_has_the_bits_of_state_in_memory(pool, tmp_path, disk, case):
+    world, words = SAME_BITS[case]
+    argv = [*TINY, *UNEVEN, OFFLOAD, *words.split()]
+    expected = pool.run(in_small_pieces, argv, str(tmp_path / "a"), world=world)
+    found = pool.run(in_small_pieces, [*argv, on(disk)], str(tmp_path / "b"), world=world)
+    assert [rank["state"] for rank in found] == [rank["state"] for rank in expected]
+    for rank in found:
+        assert rank["is direct"] and rank["file"].startswith(disk), rank["file"]
+        assert rank["file"].endswith(" (deleted)") and not os.listdir(disk)
+
+
+@pytest.mark.long
+def test_experts_have_the_bits_of_state_in_memory(pool, tmp_path, disk):
+    argv = [*MOE, OFFLOAD, "--parallelism.expert_parallel_degree=2"]
+    expected, found = (
+        pool.run(in_small_pieces, [*argv, *more], str(tmp_path / "a"), world=4)
+        for more in ([], [on(disk)])
+    )
+    assert [rank["state"] for rank in found] == [rank["state"] for rank in expected]
+
+
+@pytest.mark.long
+def test_without_direct_writes_the_bits_are_the_same(pool, tmp_path, disk):
+    argv = [*TINY, *UNEVEN, OFFLOAD]
+    expected = pool.run(in_small_pieces, argv, str(tmp_path / "a"), world=2)
+    found = pool.run(in_small_pieces, [*argv, on(disk)], str(tmp_path / "b"), False, world=2)
+    assert [rank["state"] for rank in found] == [rank["state"] for rank in expected]
+    assert not any(rank["is direct"] for rank in found)
+
+
+def test_a_disk_without_direct_writes_is_named_in_one_line(disk, capfd):
+    with patch.object(nvme.fcntl, "fcntl", side_effect=OSError(22, "Invalid argument")):
+        nvme.reserve(disk, 4096).close()
+    line = f'titanlite: training.offload_folder = "{disk}" has no O_DIRECT: '
+    assert capfd.readouterr().err == f"{line}going through the page cache\n"
+
+
+RESUMED = [  # ranks before and after, and whether the state is on a disk
+    ((2, True), (2, False)),
+    ((2, False), (2, True)),
+    ((2, True), (1, True)),
+    ((1, True), (3, True)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), sample(RESUMED, RESUMED[0]))
+def test_a_checkpoint_continues_with_the_same_bits_on_a_disk_and_in_memory(
+    pool, tmp_path, disk, before, after
+):
+    argv = [*SAVING, *UNEVEN, "--checkpoint.async_mode=disabled", OFFLOAD]
+    states = []
+    for folder in ("memory", "disk"):
+        parts: Any = None
+        for (world, is_on_disk), stop in ((before, 3), (after, None)):
+            more = [on(disk)] * (is_on_disk and folder == "disk")
+            batch = [f"--training.local_batch_size={6 // world}"]
+            given = [*argv, *more, *batch]
+            parts = pool.run(run_until, given, str(tmp_path / folder), stop, world=world)
+        assert parts[0]["begun"] == 3
+        states.append(joined([part["state"] for part in parts]))
+    assert states[0] == states[1]
+
+
+MEASURED = """
+import os, resource, sys, threading
+import torch
+from torch import nn
+from titanlite.config.schema import config_of
+from titanlite.optim.nvme import OnDisk
+
+def now(line):
+    return 1024 * int(open("/proc/self/status").read().split(line + ":")[1].split()[0])
+
+def watch():
+    while not ended.wait(0.002):
+        most[0] = max(most[0], now("VmRSS"))
+
+parameters = [nn.Parameter(torch.zeros(4_000_001)) for _ in range(13)]
+for parameter in parameters:
+    parameter.grad = torch.ones_like(parameter)
+size = 8 * sum(parameter.numel() for parameter in parameters)
+inner = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+most, before, ended = [0], now("VmRSS"), threading.Event()
+resource.setrlimit(resource.RLIMIT_DATA, (now("VmData") + size // 4,) * 2)
+optimizer = inner
+if sys.argv[1]:
+    optimizer = OnDisk(inner, config_of({"training.offload_folder": sys.argv[1]}))
+watching = threading.Thread(target=watch)
+watching.start()
+try:
+    for _ in range(3):
+        optimizer.step()
+finally:
+    ended.set()
+print((most[0] - before) / size)
+"""
+
+
+@pytest.mark.long
+def test_a_tenth_of_the_state_is_in_memory(disk):
+    """Of 416 MB; the same in memory does not fit under the limit of anonymous memory."""
+    command = [sys.executable, "-c", MEASURED]
+    found = subprocess.run(
+        [*command, disk], env=environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) <= 0.1
+    found = subprocess.run(
+        [*command, ""], env=environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert found.returncode and "memory" in found.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[str]:
+    """Mount a disk of 16 MiB."""
+    folder, image = tmp_path / "small", tmp_path / "image"
+    folder.mkdir()
+    image.write_bytes(bytes(16 << 20))
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True).returncode == 0
+    mount = ["mount", "-o", "loop", str(image), str(folder)]
+    if not made or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield str(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+LARGE = [*TINY, OFFLOAD, "--model.overrides.vocab_size=100000"]
+"""26 MB of optimizer state."""
+
+
+def test_a_disk_that_is_too_small_for_all_ranks_of_a_node_is_refused(small_disk, tmp_path):
+    free = os.statvfs(small_disk).f_bfree
+    argv = [*LARGE, f"--job.dump_folder={tmp_path}", on(small_disk)]
+    line = f'training.offload_folder = "{small_disk}": cannot hold 24.. MiB of optimizer state: '
+    with pytest.raises(UserError, match=f"{line}.* MiB are free"):
+        check_machine(job(argv, 2), "cpu", 2)
+    check_machine(job(argv, 4), "cpu", 2)  # of two nodes
+    assert os.statvfs(small_disk).f_bfree == free and os.listdir(small_disk) == ["lost+found"]
+
+
+def test_what_was_reserved_before_a_failure_is_given_back(small_disk):
+    free, limits = os.statvfs(small_disk).f_bfree, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=f'"{small_disk}": cannot hold 8.0 MiB .*: File too'):
+            nvme.reserve(small_disk, 8 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = patch.object(nvme.shutil, "disk_usage", return_value=os.terminal_size((1, 1)))
+    with full, patch.object(os.terminal_size, "free", 1 << 40, create=True):
+        with pytest.raises(UserError, match="No space left on device") as raised:
+            nvme.reserve(small_disk, 64 << 20)
+        assert os.statvfs(small_disk).f_bfree == free, raised
+    assert os.listdir(small_disk) == ["lost+found"]
+
+
+@pytest.mark.long
+def test_a_run_is_refused_with_a_line_and_a_killed_one_leaves_nothing(small_disk, disk, tmp_path):
+    refused = start([*LARGE, on(small_disk)], tmp_path / "a", NGPU="2")
+    output = refused.communicate()[0]
+    assert refused.returncode == 2 and f'training.offload_folder = "{small_disk}": ' in output
+    free = os.statvfs(small_disk).f_bfree
+    argv = [*TINY, OFFLOAD, "--training.steps=100000", on(small_disk)]
+    run = start(argv, tmp_path / "b", NGPU="1")
+    assert run.stdout
+    for line in run.stdout:
+        if "step:" in line:
+            break
+    assert os.listdir(small_disk) == ["lost+found"] and os.statvfs(small_disk).f_bfree < free
+    ranks = subprocess.check_output(["pgrep", "-P", str(run.pid)], text=True).split()
+    for process in [str(run.pid), *ranks]:
+        os.kill(int(process), signal.SIGKILL)
+    run.wait()
+    subprocess.run(["tail", "--pid", ranks[-1], "-f", "/dev/null"], timeout=60, check=True)
+    assert os.listdir(small_disk) == ["lost+found"] and os.statvfs(small_disk).f_bfree == free
+
+
+def fault_of_the_disk(argv: list[str], folder: str, fault: str) -> str:
+    """Return how a step ends where nothing can be written, or where nothing can be read."""
+    run = trainer(argv, folder)
+    run.train()
+    optimizer = run.runner.optimizer
+    assert isinstance(optimizer, nvme.OnDisk)
+    for parameter in run.runner.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fault == "write":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    else:
+        os.ftruncate(optimizer._file.fileno(), 0)
+    try:
+        optimizer.step()
+    except RunFailed as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+@pytest.mark.parametrize(("fault", "why"), [("write", "File too large"), ("read", "0 of ")])
+def test_a_fault_of_the_disk_ends_the_step_with_the_folders_name(pool, tmp_path, disk, fault, why):
+    argv = [*TINY, OFFLOAD, on(disk)]
+    (error,) = pool.run(fault_of_the_disk, argv, str(tmp_path / "a"), fault, world=1)
+    line = f'training.offload_folder = "{disk}": optimizer state cannot be read or written: '
+    assert error.startswith(f"{line}{why}")
+
+
+REFUSED = {
+    "--optimizer.name=Muon": "optimizer.name.*training.offload_folder is for AdamW and Adam",
+    "--optimizer.name=SGD": "optimizer.name.*training.offload_folder is for AdamW and Adam",
+    "--optimizer.state_dtype=bfloat16": 'optimizer.state_dtype.*use "float32"',
+    "--checkpoint.enable --checkpoint.async_mode=async": 'async_mode.*use "disabled"',
+    "--training.no_enable_cpu_offload": "offload_folder.*needs training.enable_cpu_offload",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_streamed_is_refused(words):
+    with pytest.raises(ConfigError, match=f"(?s){REFUSED[words]}"):
+        job([*TINY, OFFLOAD, on("/nvme"), *words.split()], 2)
+
+
+def test_a_folder_that_is_no_disk_is_refused(tmp_path):
+    argv = [*TINY, OFFLOAD, f"--job.dump_folder={tmp_path}"]
+    memory = [path for path in ("/dev/shm", "/run", "/tmp") if _kind(path) in ("tmpfs", "ramfs")]
+    cases = {str(tmp_path / "missing"): "No such file or directory"}
+    cases |= dict.fromkeys(memory, "memory, name a folder on a disk")
+    (tmp_path / "file").touch()
+    cases[str(tmp_path / "file")] = "Not a directory"
+    for folder, why in cases.items():
+        with pytest.raises(UserError, match=f'training.offload_folder = "{folder}": .*{why}'):
+            check_machine(job([*argv, on(folder)], 1), "cpu", 1)
+
+
+def _kind(path: str) -> str:
+    return subprocess.check_output([*KIND, path], text=True).strip() if Path(path).exists() else ""

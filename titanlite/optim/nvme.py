@@ -1,0 +1,155 @@
+"""Optimizer state in a file on a node's disk, streamed through memory in every step.
+
+A step goes through the parameters in pieces. Each of three threads reads the state of one, lets the
+optimizer update it, and writes it, past the page cache. The bits are those of the same optimizer in
+memory, whose kernels work in runs that no piece cuts.
+
+Parameters stay in memory: every all-gather would read them again, in the forward and in the
+backward pass of each micro-batch.
+"""
+
+import fcntl
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.config.schema import JobConfig
+from titanlite.errors import RunFailed, UserError, format_bytes, print_notice
+from titanlite.optim.skip import step_unless
+from titanlite.parallel.dtensor import local_part
+
+_KEY = "training.offload_folder"
+_PAGE = 4096
+"""Elements: a parameter begins at a multiple, since direct reads and writes are of whole pages."""
+_NUMEL = _PAGE << 8
+"""Elements of a piece; larger ones are not faster."""
+_THREADS = 3
+
+
+class OnDisk(torch.optim.Optimizer):
+    """Wrap an optimizer that updates in place, element by element; keep its state in a file.
+
+    `state` has the tensors as maps of the file: for checkpoints, not for a step.
+    """
+
+    takes_found_inf = True
+    """The inner optimizer skips its steps, and what was read is written back."""
+    found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def __init__(self, inner: torch.optim.Optimizer, config: JobConfig) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner, self._folder, self._lock = inner, config.training.offload_folder, Lock()
+        fresh = self._update(self.param_groups[0], torch.zeros(1), torch.zeros(1), {})
+        self._keys = [key for key, value in fresh.items() if value.dim()]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        dtype, number = getattr(torch, config.training.dtype), len(self._keys)
+        size = (sum(map(_whole, parameters)) + _PAGE) * number
+        self._file = reserve(self._folder, size * dtype.itemsize)
+        path = f"/proc/self/fd/{self._file.fileno()}"
+        rest = torch.from_file(path, shared=True, size=size, dtype=dtype).view(number, -1)
+        for parameter in parameters:
+            local = local_part(parameter)
+            state = self.state[parameter] = {key: value * 0 for key, value in fresh.items()}
+            for key, row in zip(self._keys, rest, strict=True):
+                state[key] = torch.empty_like(parameter, requires_grad=False)
+                local_part(state[key]).set_(row[: local.numel()].view(local.shape))
+            rest = rest[:, _whole(local) :]
+        # Shared memory: a fork would move private pages away from under a direct read.
+        memory = mmap.mmap(-1, _THREADS * number * _NUMEL * dtype.itemsize)
+        self._slots = [*torch.frombuffer(memory, dtype=dtype).view(_THREADS, number, -1)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        pieces = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    numbers = {key: state[key] for key in state.keys() - self._keys}
+                    tensors = parameter, parameter.grad, *[state[key] for key in self._keys]
+                    cut = [local_part(tensor).view(-1).split(_NUMEL) for tensor in tensors]
+                    # An empty shard has one piece, since its steps count too.
+                    pieces += [(group, state, numbers, *each) for each in zip(*cut, strict=True)]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(self._stream, pieces))  # raises what a thread has met
+
+    def _stream(self, piece: Any) -> None:
+        """Update a piece of a parameter, in a thread."""
+        group, state, numbers, values, gradient, *kept = piece
+        slot = self._slots.pop()
+        self._move(os.preadv, kept, slot)
+        tensors = dict(zip(self._keys, slot[:, : len(values)], strict=True))
+        with self._lock:
+            # All pieces start from the numbers before the step.
+            updated = self._update(group, values, gradient, deepcopy(numbers) | tensors)
+        state.update((key, updated[key]) for key in numbers)
+        self._move(os.pwritev, kept, slot)
+        self._slots.append(slot)
+
+    def _update(self, group: Any, values: Any, gradient: Any, state: Any) -> Any:
+        """Let the inner optimizer update values and their state, and return it."""
+        part = nn.Parameter(values)
+        part.grad = gradient
+        self._inner.param_groups = [{**group, "params": [part]}]
+        self._inner.state = defaultdict(dict, {part: state})
+        step_unless(None if self.found_inf is None else self.found_inf > 0, self._inner)
+        return state
+
+    def _move(self, call: Any, kept: Any, slot: torch.Tensor) -> None:
+        """Read or write the state of a piece."""
+        descriptor = self._file.fileno()
+        for row, memory in zip(kept, slot, strict=True):
+            content = memory[: _whole(row)].view(torch.uint8).numpy()
+            try:
+                done = call(descriptor, [content], row.storage_offset() * row.itemsize)
+                if done < content.nbytes:
+                    raise OSError(0, f"{done} of {content.nbytes} bytes")
+            except OSError as error:
+                why = f"optimizer state cannot be read or written: {error.strerror}"
+                raise RunFailed(why, _KEY, self._folder) from None
+        # Of a checkpoint, or of everything where there is no O_DIRECT.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _whole(tensor: torch.Tensor) -> int:
+    """Return the elements that a row of the file has for a tensor."""
+    return -(-local_part(tensor).numel() // _PAGE) * _PAGE
+
+
+def reserve(folder: str, size: int) -> Any:
+    """Return a file of so many bytes, which is read and written past the page cache.
+
+    It has no name, so that nothing is left of it when the process ends, however that comes.
+    """
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        try:
+            kind = subprocess.check_output(["stat", "-fc%T", folder], text=True).strip()
+            if kind in ("tmpfs", "ramfs"):
+                raise OSError(0, f"{kind} is memory, name a folder on a disk")
+            if (free := shutil.disk_usage(folder).free) < size:
+                raise OSError(0, f"{format_bytes(free)} are free")
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError:
+            file.close()  # else blocks that were reserved before it failed would stay
+            raise
+    except OSError as error:
+        why = f"cannot hold {format_bytes(size)} of optimizer state: {error.strerror}"
+        raise UserError(why, _KEY, folder) from None
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
+    except OSError:
+        print_notice(f'{_KEY} = "{folder}" has no O_DIRECT: going through the page cache')
+    return file
