@@ -5,7 +5,7 @@
 Prints seconds of AdamW's step with its state in memory and in FOLDER (training.offload_folder),
 those that dd needs with O_DIRECT to read and write as many bytes, one after the other and at once,
 and how far the process grows beyond parameters and gradients, in percent of the state. Rounds
-alternate, and the median of each counts: ratios of one run."""
+alternate: the median of each, and of the ratios within rounds."""
 
 from __future__ import annotations
 
@@ -121,8 +121,9 @@ def main() -> None:
     print(f"{size / 1e9:.2f} GB of state in {options.folder}, torch {torch.__version__}")
     for name, times in seconds.items():
         print(f"{name:<12} {median(times):7.3f} s  ({min(times):.3f} to {max(times):.3f})")
-    ratio = median(seconds["disk"]) / median(seconds["dd, in turn"])
-    print(f"disk / dd in turn {ratio:.2f}; in memory at most {100 * peak.growth / size:.1f} %")
+    ratios = [own / one for own, one in zip(seconds["disk"], seconds["dd, in turn"], strict=True)]
+    print(f"disk / dd in turn {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"in memory at most {100 * peak.growth / size:.1f} % of the state")
 
 
 if __name__ == "__main__":

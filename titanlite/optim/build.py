@@ -93,11 +93,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names, with its state in optimizer.state_dtype.
 
+    It is in training.offload_folder, where that is set.
     `stage` is the group of the ranks that share the parameters, None for all.
     """
     spec = _spec(config)
     group = [stage] * spec.communicates
-    optimizer: torch.optim.Optimizer = resolve_name(spec.build)(trained, config, *group)
+    optimizer = resolve_name(spec.build)(trained, config, *group)
     if config.optimizer.state_dtype == "bfloat16":
         return BF16State(optimizer, seed)
     return OnDisk(optimizer, config) if config.training.offload_folder else optimizer

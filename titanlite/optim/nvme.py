@@ -63,7 +63,7 @@ class OnDisk(torch.optim.Optimizer):
             state = self.state[parameter] = {key: value * 0 for key, value in fresh.items()}
             for key, row in zip(self._keys, rest, strict=True):
                 state[key] = torch.empty_like(parameter, requires_grad=False)
-                local_part(state[key]).set_(row[: local.numel()].view(local.shape))
+                local_part(state[key]).data = row[: local.numel()].view(local.shape)
             rest = rest[:, _whole(local) :]
         # Shared memory: a fork would move private pages away from under a direct read.
         memory = mmap.mmap(-1, _THREADS * number * _NUMEL * dtype.itemsize)

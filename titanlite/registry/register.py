@@ -92,8 +92,8 @@ class OptimizerSpec:
     is all of them.
     """
     elementwise: bool = False
-    """It updates in place, each element by its own gradient and state: training.offload_folder can
-    cut a parameter into pieces.
+    """It updates in place, each element by its own gradient and state, and keeps its numbers in
+    tensors: training.offload_folder can cut a parameter into pieces.
     """
 
 
