@@ -5,6 +5,7 @@ checkpoints of either for the other, and nothing left on the disk.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.jobs import MOE, TINY, job, trainer
 from tests.lanes import sample
 from tests.launch.run import ROOT, environment, start
+from tests.optim.test_skip import changes_of_steps
 from titanlite.config.load import ConfigError
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.preflight import check_machine
@@ -74,8 +76,6 @@ SAME_BITS = {  # ranks, and further options
     "three ranks": (3, ""),
     "Adam, foreach": (2, "--optimizer.name=Adam --optimizer.implementation=foreach"),
     "for-loop": (2, "--optimizer.implementation=for-loop"),
-    "skipping": (2, "--fault.on_nonfinite=skip"),
-    "skipping, foreach": (2, "--fault.on_nonfinite=skip --optimizer.implementation=foreach"),
     "bfloat16": (2, "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16"),
     "float64": (
         2,
@@ -112,6 +112,16 @@ def test_training_has_the_bits_of_state_in_memory(pool, tmp_path, disk, case):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_a_step_that_is_not_finite_changes_no_bit_on_the_disk(pool, tmp_path, disk, implementation):
+    argv = [*TINY, *UNEVEN, OFFLOAD, on(disk), "--fault.on_nonfinite=skip"]
+    argv.append(f"--optimizer.implementation={implementation}")
+    factors = {1: math.nan, 3: math.inf, 4: math.nan}
+    ranks = pool.run(changes_of_steps, argv, str(tmp_path / "a"), factors, world=2)
+    assert ranks == [[False, True, False, False, True]] * 2
+
+
+@pytest.mark.long
 def test_experts_have_the_bits_of_state_in_memory(pool, tmp_path, disk):
     argv = [*MOE, OFFLOAD, "--parallelism.expert_parallel_degree=2"]
     expected, found = (
@@ -145,7 +155,7 @@ RESUMED = [  # ranks before and after, and whether the state is on a disk
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), sample(RESUMED, RESUMED[0]))
+@pytest.mark.parametrize(("before", "after"), sample(RESUMED, RESUMED[2]))
 def test_a_checkpoint_continues_with_the_same_bits_on_a_disk_and_in_memory(
     pool, tmp_path, disk, before, after
 ):
