@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.parallel.build import persistent_buffers
 from titanlite.registry import get_model
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
@@ -60,6 +61,7 @@ def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, to
     for name, parameter in run.parts[0].named_parameters():
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         weights[name] = full.detach().clone()
+    weights |= {name: each.clone() for name, each in persistent_buffers(run.parts[0]).items()}
     return weights
 
 
@@ -87,10 +89,10 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
 
     job = job_of(kind, overrides, [], 1)
     translation = Translation(job.spec, job.model)
-    if translation.buffers:
-        names = ", ".join(translation.buffers)
-        raise ValueError(f"buffers that a checkpoint has: {names}")
     files = documents(translation.config, torch.float32, None)
+    for name in translation.kept:  # zeros would show nothing
+        if weights[name].is_floating_point():
+            weights[name].uniform_()
     model, _ = build_meta_model(job.spec, job.model, 32)
     allocate(model, torch.device("cpu"))
     model.load_state_dict(weights, strict=False)

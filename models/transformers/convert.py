@@ -53,7 +53,9 @@ class Reverted(Conversion):
 def conversions(values: str) -> dict[str, Conversion]:
     """Return the parameters that a folder has otherwise, by name."""
     model = on_meta(json.loads(values))
+    buffers = dict(model.named_buffers())
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own |= {name: each for name, each in model.state_dict().items() if name in buffers}
     saved = revert_weight_conversion(model, own)
     if saved.keys() == own.keys() and all(saved[name] is own[name] for name in own):
         return {}

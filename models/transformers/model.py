@@ -88,10 +88,17 @@ def dims(flavor: Any) -> ModelDims:
         config.num_hidden_layers,
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        _head_dim(config) or config.hidden_size // heads,
         config.vocab_size,
         getattr(config, "max_position_embeddings", None) or 1 << 30,
     )
+
+
+def _head_dim(config: Any) -> int | None:
+    try:
+        return config.head_dim
+    except Exception:  # lacks it, or has one for each layer
+        return None
 
 
 def config_json(flavor: Any) -> dict[str, Any]:

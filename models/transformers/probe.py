@@ -28,9 +28,9 @@ _SMALL = {
     128: "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff max_position_embeddings "
     "n_positions shared_expert_intermediate_size shared_intermediate_size",
     256: "vocab_size vocab_size_per_layer_input",
-    32: "moe_intermediate_size",
+    32: "moe_intermediate_size mamba_d_head",
     16: "head_dim global_head_dim q_lora_rank kv_lora_rank v_head_dim qk_head_dim sliding_window "
-    "mamba_d_head mamba_head_dim rotary_dim linear_key_head_dim linear_value_head_dim "
+    "mamba_head_dim rotary_dim linear_key_head_dim linear_value_head_dim "
     "hidden_size_per_layer_input chunk_size attention_chunk_size lru_width_per_head",
     8: "num_heads qk_rope_head_dim qk_nope_head_dim state_size mamba_d_state ssm_state_size",
     4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
@@ -40,6 +40,9 @@ _SMALL = {
     "linear_num_key_heads n_groups mamba_n_groups top_k_experts",
     1: "n_group topk_group first_k_dense_replace n_shared_experts",
 }
+_GIVEN = {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16}
+"""For keys that are null: of some classes the default config does not make a model."""
+_DEPTHS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
 _SIZES = {key: size for size, keys in _SMALL.items() for key in keys.split()}
 _LARGEST = 20_000_000
 """Parameters of an instance that is small."""
@@ -52,15 +55,20 @@ _FIRST = 11
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with small sizes, and lists of layers as long as these."""
     small: dict[str, Any] = {}
-    depth = next(
-        (values[k] for k in ("num_hidden_layers", "n_layer", "n_layers") if k in values), 0
-    )
+    depth = next((values[key] for key in _DEPTHS if key in values), 0)
     for key, value in values.items():
         small[key] = value
-        if isinstance(value, Mapping) and key != "attribute_map":
+        if key == "per_layer_config" and value:
+            small[key] = {number: each for number, each in value.items() if int(number) < 4}
+        elif isinstance(value, Mapping) and key != "attribute_map":
             small[key] = shrunk(value)
         elif isinstance(value, list | tuple) and depth and len(value) == depth:
-            small[key] = value[:4]
+            later = [each for each in value[4:] if each not in value[:4]]
+            small[key] = [*value[:3], *[*later, value[3]][:1]]  # one of another kind
+        elif key == "attention_types":
+            small[key] = [[value[0][0], 4 // len(value[0][0])]]
+        elif value is None and key in _GIVEN:
+            small[key] = _GIVEN[key]
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
         elif key in _SIZES:
@@ -69,6 +77,10 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = min(value, 3)
         elif "drop" in key:
             small[key] = 0.0
+    if "kv_lora_rank" in small:  # latent attention
+        small["num_key_value_heads"] = small["num_attention_heads"]
+        if values.get("head_dim") == values["qk_rope_head_dim"]:
+            small["head_dim"] = small["qk_rope_head_dim"]
     return small
 
 

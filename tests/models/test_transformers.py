@@ -28,7 +28,7 @@ from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
 from titanlite.models.transformers.model import config_of
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.parallel.build import build_meta_model
+from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.parallel.init import materialize
 from titanlite.registry import get_model
 from titanlite.verify import command
@@ -248,14 +248,29 @@ def test_a_folder_gives_the_flavor(tmp_path):
     assert found.spec.blocks == "model.layers"
 
 
-@pytest.mark.parametrize("flavor", sample(("mixtral", "gpt_neox", "gemma2"), "mixtral"))
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    **dict.fromkeys(("vocab_size",), 256),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 64),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_hidden_layers", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+}
+
+
+@pytest.mark.parametrize("flavor", sample(("mixtral", "gpt_neox", "gemma2", "hf"), "mixtral", "hf"))
 def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
-    """Mixtral's experts are joined in the class and apart in the folder."""
+    """Mixtral's experts are joined in the class and apart in the folder; DeepSeek's routers have
+    a bias that is no parameter."""
     spec = get_model("transformers")
-    config = spec.configure(flavor, {})
+    config = spec.configure(flavor, DEEPSEEK if flavor == "hf" else {})
     model, table = build_meta_model(spec, config, 32)
     materialize(model, table, 0, torch.device("cpu"))
-    weights = dict(model.named_parameters())
+    weights = dict(model.named_parameters()) | persistent_buffers(model)
+    biases = [weight.uniform_() for name, weight in weights.items() if name.endswith("_bias")]
+    assert len(biases) == (flavor == "hf")
     translation = Translation(spec, config)
     files = documents(translation.config, torch.float32, None)
     tensors = translation.hf_tensors(torch.float32)

@@ -134,7 +134,7 @@ def export_live(
     def fetch(name: str, owner: int) -> torch.Tensor:
         holder = holders[f"model.{name}"]
         if holder == dist.get_rank():
-            tensor = live[f"model.{name}"].detach().to(carried)
+            tensor = live[f"model.{name}"].detach().to(translation.kept.get(name, carried))
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if owner in line and owner != holder:
                 dist.send(full, owner, stages)

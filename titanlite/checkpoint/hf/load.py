@@ -102,9 +102,9 @@ def to_checkpoint(
 
     The biases of routers, which the folder lacks, are zero.
     """
-    shapes = source.translation.shapes
+    shapes, kept = source.translation.shapes, source.translation.kept
     tensors = {
-        f"model.{name}": torch.empty(shapes[name], dtype=dtype, device="meta")
+        f"model.{name}": torch.empty(shapes[name], dtype=kept.get(name, dtype), device="meta")
         for name in source.names
     }
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
@@ -112,7 +112,8 @@ def to_checkpoint(
     def lookup(name: str) -> torch.Tensor:
         if name in buffers:
             return torch.zeros_like(buffers[name], device="cpu")
-        return source.read(name.removeprefix("model.")).to(dtype).contiguous()
+        weight = source.read(name.removeprefix("model."))
+        return weight.to(tensors[name].dtype).contiguous()
 
     documents = {
         STATE: to_json({"position": asdict(Position()), "numbers": {}, "streams": {}}),

@@ -17,7 +17,7 @@ from titanlite.data.shards import TOKENIZER_FILES
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
-from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform
+from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform, zeros
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
 
@@ -81,6 +81,14 @@ class Translation:
         self.buffers = persistent_buffers(model)
         """Those that checkpoints have, on the meta device. The folder has no place for them."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.kept: dict[str, torch.dtype] = {}
+        """The types of tensors that are written as they are."""
+        if spec.hf.conversions:  # the folder of a class has its buffers
+            self.table |= {name: Rule(name, zeros, "replicated", name) for name in self.buffers}
+            for name, buffer in self.buffers.items():
+                self.shapes[name] = tuple(buffer.shape)
+                self.kept[name] = buffer.dtype
+            self.buffers = {}
 
     def refuse(self, buffers: Sequence[str]) -> None:
         """Raise if there are buffers that the folder would lack."""
@@ -100,7 +108,8 @@ class Translation:
             weight = torch.empty(self.shapes[name], device="meta")
             for hf_name in conversion.names:
                 shape = tuple(conversion.to_hf(weight, hf_name).shape)
-                made = HFTensor(hf_name, (name,), shape, dtype, conversion=conversion)
+                kept = self.kept.get(name, dtype)
+                made = HFTensor(hf_name, (name,), shape, kept, conversion=conversion)
                 tensors.append(made)
         for name, rule in self.table.items():
             if name in self.conversions:
@@ -119,7 +128,8 @@ class Translation:
             )
             for i in numbers:
                 name, shape = hf_name.replace("#", str(i)), tuple(example.shape)
-                tensors.append(HFTensor(name, parameters, shape, dtype, rule.via, dim, i))
+                kept = self.kept.get(name, dtype)
+                tensors.append(HFTensor(name, parameters, shape, kept, rule.via, dim, i))
         return tensors
 
     def read(
@@ -175,6 +185,8 @@ def documents(
     end = tokenizer.end if tokenizer else None
     # In titanlite a document begins after the end of another.
     ids = {"bos_token_id": end, "eos_token_id": end}
+    if end is None:  # a class may need those of its config
+        ids = {key: config.get(key) for key in ids}
     texts: dict[str, Any] = {
         "config.json": {**config, **ids, "torch_dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": ids,
