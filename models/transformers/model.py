@@ -231,8 +231,12 @@ def layout_of(model: Any) -> dict[str, Any]:
             before.append(prefix + name)
         elif "norm" in type(child).__name__.lower():
             after.append(prefix + name)
-    head = model.get_output_embeddings()
-    after += [name for name, module in model.named_modules() if module is head]
+    tables, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head:
+            after.append(name)
+        elif module is tables and name not in before:
+            before.append(name)
     return {"blocks": path, "before": tuple(before), "after": tuple(after)}
 
 

@@ -40,7 +40,7 @@ _SMALL = {
     "linear_num_key_heads n_groups mamba_n_groups top_k_experts",
     1: "n_group topk_group first_k_dense_replace n_shared_experts",
 }
-_GIVEN = {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16}
+_GIVEN = {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16, "num_key_value_heads": 4}
 """For keys that are null: of some classes the default config does not make a model."""
 _DEPTHS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
 _SIZES = {key: size for size, keys in _SMALL.items() for key in keys.split()}
@@ -75,7 +75,7 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = min(value, _SIZES[key])
         elif key.endswith("_token_id"):
             small[key] = min(value, 3)
-        elif "drop" in key:
+        elif "drop" in key or "jitter" in key:
             small[key] = 0.0
     if "kv_lora_rank" in small:  # latent attention
         small["num_key_value_heads"] = small["num_attention_heads"]

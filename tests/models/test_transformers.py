@@ -288,6 +288,16 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
         assert torch.equal(folder.read(name), weight), name
 
 
+def test_a_tied_embedding_inside_another_module_is_gathered_before_the_blocks():
+    """FSDP would give a weight that the output shares to another group of modules."""
+    sizes = {"vocab_size": 256, "num_hidden_layers": 2, "pad_token_id": 0}
+    spec = get_model("transformers")
+    config = spec.configure("hf", {"model_type": "modernbert-decoder", **sizes})
+    found = spec.of(config)
+    assert found.before == ("model.embeddings.tok_embeddings",)
+    assert found.after == ("model.final_norm", "decoder")
+
+
 def test_documents_are_kept_apart_as_if_each_were_alone():
     spec = get_model("transformers")
     model, table = build_meta_model(spec, spec.configure("gemma2", {}), 32)
