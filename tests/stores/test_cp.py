@@ -136,9 +136,3 @@ def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, p
     proxy.rule = lambda method, path: None
     assert tool("rm", f"{url}/step-2", "--force") == (0, f"removed {url}/step-2\n")
     assert list_folder(place(url)).keys() == {"step-1"}
-
-
-@pytest.mark.parametrize("words", [("diff", "URL", "URL"), ("export", "URL", "out")])
-def test_verbs_that_read_tensors_name_the_copy_that_they_need(tool, words):
-    code, out = tool(*[word.replace("URL", "s3://bucket/run") for word in words])
-    assert code == 2 and "titanlite checkpoint cp s3://bucket/run FOLDER" in out

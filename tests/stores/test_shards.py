@@ -300,7 +300,7 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
     ("dataset", "path", "line"),
     [
         ("text", "s3://bucket/text", "must be a folder here"),
-        ("tokens", "hf://buckets/me/x", "legal: a folder here, or s3://"),
+        ("tokens", "hf://me/x", "legal: a folder here, or s3://"),
         ("tokens", "s3://", "legal: a folder here, or s3://"),
     ],
 )

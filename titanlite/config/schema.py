@@ -132,7 +132,7 @@ class Training(Section):
     """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
     c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
-    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://)."""
+    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://, hf://buckets/)."""
     text_key: str = "text"
     """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
     local_batch_size: BatchSize = 8
@@ -250,7 +250,7 @@ class Checkpoint(Section):
     keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     mirror: str = ""
-    """URL (s3://, gs:// or az://BUCKET/FOLDER) that gets each checkpoint too, in the background."""
+    """URL (s3://, gs://, az://, hf://buckets/) that gets each checkpoint too, in the background."""
     mirror_keep_latest_k: Annotated[Natural, Only("checkpoint.enable", "checkpoint.mirror")] = 10
     """Checkpoints to keep in the mirror, besides those of keep_every; 0 keeps all."""
     load_step: Annotated[Literal[-1] | Natural, Only()] = -1

@@ -1,5 +1,5 @@
 """Object stores, by obstore: `place` returns for a URL what a Path is for a folder, as far as
-checkpoints need one.
+checkpoints need one. Those of Hugging Face are in hub.py.
 
 A stored object is whole or not there; there is no rename, and a folder exists while something is in
 it. Every request is bounded in time. No fork may use a store: the child would hang, and its
@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
+from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import FAILED, OK, UserError, print_notice
 
-LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER"
 _PATIENCE_SECONDS: float = 60
 _TIMEOUT = "30s"  # of one request; shorter than the time of retries, or a stall is never retried
 _PART = 16 << 20
@@ -74,20 +74,18 @@ class Bucket:
         try:
             yield
         except BaseError as error:
-            raise _explain(self.url, error) from None
+            raise explain(self.url, error) from None
         except FileNotFoundError as error:  # also of a file that is sent, or of the bucket
             if any(mark in str(error) for mark in _NO_BUCKET):
-                raise _explain(self.url, error) from None
+                raise explain(self.url, error) from None
             raise
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Call a function of obstore on the store."""
+        """Call a method of the store."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self.url} was opened before a fork, and would hang: use spawn")
-        import obstore
-
         with self.explained():
-            return getattr(obstore, name)(self._store, *arguments, **options)
+            return getattr(self._store, name)(*arguments, **options)
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about this size from blocks, none of which may change later."""
@@ -150,8 +148,12 @@ class Bucket:
                 yield found.bytes()
                 return
         del found  # nothing of it is read
+        yield from self.in_ranges(key, size, tag)
+
+    def in_ranges(self, key: str, size: int, tag: str | None = None) -> Iterator[bytes]:
         for start in range(0, size, _RANGE):
             content, entry = self.read_range(key, start, min(_RANGE, size - start))
+            tag = tag or entry["e_tag"]
             if entry["e_tag"] != tag:
                 raise BucketError(f"{self.url}/{key} changed while it was read")
             yield content
@@ -228,27 +230,21 @@ class BucketPath:
 
 def place(text: str, patience: float = 0) -> Path:
     """Return a folder, or a place in a bucket with the methods of one."""
-    scheme, is_url, rest = text.partition("://")
-    if not is_url:
+    if "://" not in text:
         return Path(text)
-    name, _, key = rest.partition("/")
-    if scheme not in _OPTIONS or not name or "//" in rest:
+    if not (found := split_url(text)):
         raise BucketError(f"{text}: legal: {LEGAL_URLS}")
-    return cast(
-        Path, BucketPath(_open(f"{scheme}://{name}", patience or _PATIENCE_SECONDS), key.strip("/"))
-    )
+    url, key = found
+    return cast(Path, BucketPath(_open(url, patience or _PATIENCE_SECONDS), key))
 
 
 @cache
 def _open(url: str, patience: float) -> Bucket:
+    if url.startswith("hf:"):
+        from titanlite.runtime.hub import HubBucket
+
+        return HubBucket(url)
     return Bucket(url, patience)
-
-
-def local_folder(text: str) -> Path:
-    """Return a folder; raise for a URL."""
-    if "://" in text:
-        raise UserError(f"{text}: must be a folder here; titanlite checkpoint cp {text} FOLDER")
-    return Path(text)
 
 
 def is_remote(path: object) -> bool:
@@ -319,26 +315,33 @@ def _has(*names: str) -> bool:
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _CAUSES = {
     **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
+    "BucketNotFound": "there is no such bucket, or not for this token",
+    "OfflineMode": "HF_HUB_OFFLINE is set",
     **dict.fromkeys(
         ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
     ),
     "Unauthenticated": "the credentials were not accepted",
+    "401 Unauthorized": "no token that is accepted: set HF_TOKEN, or run `hf auth login`",
     "ExpiredToken": "the credentials have expired",
     "redirect": "another region has the bucket: set AWS_REGION",
     "dns error": "the host is unknown",
     "refused": "nobody listens there",
-    "kind: Timeout": "no answer in time",
+    "Timeout": "no answer in time",
     "SlowDown": "the store is too busy",
+    "429 Too Many": "the store is too busy",
 }
-_NO_ANSWER = ("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5")
+_NO_ANSWER = (
+    *("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5"),
+    *("ConnectError", "Server error", "429 Too Many"),
+)
 
 
-def _explain(url: str, error: Exception) -> BucketError:
-    """Return an error of obstore as one line with its cause."""
+def explain(url: str, error: Exception) -> BucketError:
+    """Return an error of a client as one line with its cause."""
     text = f"{type(error).__name__} {error}"
     code = text.partition("<Code>")[2].partition("</Code>")[0]
     causes = [why for mark, why in _CAUSES.items() if mark in text]
-    causes.append(str(error).partition("\n")[0].rpartition(" - ")[2])
+    causes.append(str(error).strip().partition("\n")[0].rpartition(" - ")[2])
     kind = Unreachable if any(mark in text for mark in _NO_ANSWER) else BucketError
     return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
 
@@ -389,4 +392,6 @@ def main(function: Callable[[str], object], url: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(check, sys.argv[1]))
+    from titanlite.runtime import bucket  # whose errors hub.py raises: this module has another name
+
+    sys.exit(bucket.main(bucket.check, sys.argv[1]))

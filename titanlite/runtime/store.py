@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from titanlite.runtime.bucket import BucketPath
@@ -37,6 +38,14 @@ def staging_folder(target: Path, token: str) -> Path:
 def user_cache() -> Path:
     """Return the user's folder of what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+
+
+@contextmanager
+def draft_folder() -> Iterator[Path]:
+    """Yield an empty folder in the user's cache, which is deleted at the end."""
+    make_folder(user_cache())
+    with TemporaryDirectory(dir=user_cache()) as name:
+        yield Path(name)
 
 
 def exists(path: Path) -> bool:

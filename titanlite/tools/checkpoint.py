@@ -9,7 +9,8 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from titanlite.checkpoint import transfer
@@ -18,7 +19,6 @@ from titanlite.checkpoint.manifest import (
     ENVIRONMENT,
     MANIFEST,
     CorruptCheckpoint,
-    File,
     Manifest,
     committed,
     faults,
@@ -33,12 +33,18 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
-from titanlite.observe.progress import track
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, local_folder, place
+from titanlite.runtime.bucket import is_remote, place
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.exclusive import hold_run
-from titanlite.tools.load import DOCUMENTS, find_checkpoint, find_checkpoints, whole_manifest
+from titanlite.tools.load import (
+    DOCUMENTS,
+    brought,
+    find_checkpoint,
+    find_checkpoints,
+    track_files,
+    whole_manifest,
+)
 
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
@@ -46,8 +52,7 @@ _ABOUT = (
     "a checkpoint (…/step-N), a folder of them (its latest complete one is used), "
     "or a run's dump folder"
 )
-_FOLDER = (_ABOUT, local_folder)
-_PLACE = (f"{_ABOUT}, or a URL of one (s3://, gs://, az://)", place)
+_PLACE = (f"{_ABOUT}, or a URL of one (s3://, gs://, az://, hf://buckets/)", place)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -103,16 +108,10 @@ def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
     try:
         manifest = read_manifest(folder)
         if full:
-            return manifest, faults(folder, manifest, manifest.files, select=_track)
+            return manifest, faults(folder, manifest, manifest.files, select=track_files)
         return manifest, faults(folder, manifest, DOCUMENTS)
     except (UserError, OSError) as error:
         return None, [str(error)]
-
-
-def _track(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:
-    """Yield files of a checkpoint, and show how many of their bytes are done."""
-    total = sum(file.size for _, file in files)
-    return track(files, total, "bytes", lambda item: item[1].size)
 
 
 def _show(arguments: Namespace) -> int:
@@ -152,9 +151,11 @@ def _diff(arguments: Namespace) -> int:
     sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
     manifests = [*map(read_manifest, sides)]
     names = sorted({name for manifest in manifests for name in manifest.tensors})
-    differences = [(name, _difference(name, sides, manifests)) for name in names]
+    with ExitStack() as stack:
+        folders = [stack.enter_context(brought(side)) for side in sides]
+        differences = [(name, _difference(name, sides, folders, manifests)) for name in names]
+        a, b = (read_state(folder)["numbers"] for folder in folders)
     rows = [row for row in differences if row[1]]
-    a, b = (read_state(side)["numbers"] for side in sides)
     numbers = sum(a.get(key) != b.get(key) for key in a.keys() | b.keys())
     if not rows and not numbers:
         print(f"the same {len(names)} tensors")
@@ -165,7 +166,9 @@ def _diff(arguments: Namespace) -> int:
     return 1
 
 
-def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest]) -> str:
+def _difference(
+    name: str, sides: Sequence[Path], folders: Sequence[Path], manifests: Sequence[Manifest]
+) -> str:
     """Describe how a tensor of two checkpoints differs, or return an empty string."""
     from titanlite.checkpoint.load import load_tensors
 
@@ -177,8 +180,8 @@ def _difference(name: str, sides: Sequence[Path], manifests: Sequence[Manifest])
     if kinds[0] != kinds[1]:
         return ", ".join(kinds)
     a, b = (
-        load_tensors(side, [name], manifest)[name]
-        for side, manifest in zip(sides, manifests, strict=True)
+        load_tensors(folder, [name], manifest)[name]
+        for folder, manifest in zip(folders, manifests, strict=True)
     )
     if a.equal(b):
         return ""
@@ -236,7 +239,7 @@ def _cp(arguments: Namespace) -> int:
     target = step_folder(root, manifest.step)
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists; name another folder")
-    files = _track(manifest.files.items())
+    files = track_files(manifest.files.items())
     home = source / manifest.attempt
     if is_remote(root):
         transfer.begin(source, target)
@@ -297,15 +300,15 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _diff,
         "print the first tensors that differ; exit code 1 if any does",
         "diff outputs/a outputs/b",
-        {"A": _FOLDER, "B": _FOLDER},
+        {"A": _PLACE, "B": _PLACE},
     ),
     "export": (
         export,
         "write the weights in Hugging Face's format, or as plain safetensors",
         "export outputs hf",
         {
-            "FOLDER": _FOLDER,
-            "OUT": ("a folder that does not exist", Path),
+            "FOLDER": _PLACE,
+            "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
             "--format hf|safetensors|peft": ("default: hf, with adapters added", str, "hf"),
             "--dtype float32|bfloat16|float16": "default: the config's checkpoint.export_dtype",
             "--tokenizer FOLDER": ("default: the run's own", str, ""),

@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,9 @@ from titanlite.errors import UserError, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
-from titanlite.runtime import store
+from titanlite.runtime import hub, store
 from titanlite.tools.exclusive import hold_run, writing
-from titanlite.tools.load import find_checkpoint, whole_manifest
+from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +34,27 @@ if TYPE_CHECKING:
 
 
 def export(arguments: Namespace) -> int:
-    """Write the weights of a checkpoint for other programs."""
-    folder, target = find_checkpoint(arguments.folder), arguments.out
-    _refuse_existing(target)
+    """Write the weights of a checkpoint for other programs, or upload them."""
+    folder = find_checkpoint(arguments.folder)
+    with _target(arguments.out, folder.name) as target, brought(folder) as source:
+        step = _export(source, target, arguments)
+    print(f"exported step {step}: {arguments.out}")
+    return 0
+
+
+@contextmanager
+def _target(out: str, name: str) -> Iterator[Path]:
+    """Yield a folder that does not exist; of a URL one that is uploaded when it is written."""
+    if "://" in out:
+        with hub.uploaded(out, name) as target:
+            yield target
+        return
+    _refuse_existing(Path(out))
+    yield Path(out)
+
+
+def _export(folder: Path, target: Path, arguments: Namespace) -> int:
+    """Write the weights into a folder; return their step."""
     if committed(target.absolute().parent):
         hold_run(target)
     contents = None if arguments.verify == "full" else ()
@@ -80,8 +99,7 @@ def export(arguments: Namespace) -> int:
                 documents = hf_documents(translation.config, dtype, tokenizer)
                 tensors = translation.hf_tensors(dtype)
                 write_export(target, tensors, documents, merged(fetch, translation))
-    print(f"exported step {manifest.step}: {target}")
-    return 0
+    return manifest.step
 
 
 def _refuse_existing(target: Path) -> None:

@@ -5,7 +5,8 @@ process groups.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     STATE,
     CorruptCheckpoint,
+    File,
     Manifest,
     committed,
     faults,
@@ -27,15 +29,16 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
 from titanlite.checkpoint.rules import check_model
-from titanlite.checkpoint.transfer import fetched
+from titanlite.checkpoint.transfer import copy_files, fetched, flat_manifest
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import UserError, some_of
+from titanlite.observe.progress import track
 from titanlite.runtime import store
-from titanlite.runtime.bucket import place
+from titanlite.runtime.bucket import is_remote, place
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -177,3 +180,24 @@ def whole_manifest(
     if damage := faults(folder, manifest, manifest.files if contents is None else contents):
         raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
     return manifest
+
+
+@contextmanager
+def brought(step: Path) -> Iterator[Path]:
+    """Yield a checkpoint's folder; for one in a bucket a copy, which is deleted at the end."""
+    if not is_remote(step):
+        yield step
+        return
+    manifest = read_manifest(step)
+    with store.draft_folder() as drafts:
+        folder = drafts / step.name
+        store.make_folder(folder)
+        copy_files(step / manifest.attempt, folder, track_files(manifest.files.items()))
+        store.write(folder / MANIFEST, flat_manifest(step))
+        yield folder
+
+
+def track_files(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:
+    """Yield files of a checkpoint, and show how many of their bytes are done."""
+    total = sum(file.size for _, file in files)
+    return track(files, total, "bytes", lambda item: item[1].size)

@@ -4,6 +4,7 @@ from titanlite.config.load import Loaded
 from titanlite.config.needs import is_streamed, streamed
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS
+from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
@@ -71,11 +72,11 @@ def _path_fault(name: str, path: str) -> str:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
-    scheme, colon, place = path.partition("://")
-    if colon and name != "tokens":
+    is_url = "://" in path
+    if is_url and name != "tokens":
         return 'must be a folder here; dataset = "tokens" reads shards from a URL'
-    if colon and (scheme not in ("s3", "gs", "az") or not place.strip("/")):
-        return "legal: a folder here, or s3://, gs:// or az://BUCKET/FOLDER"
+    if is_url and not split_url(path):
+        return f"legal: a folder here, or {LEGAL_URLS}"
     return ""
 
 

@@ -9,6 +9,7 @@ from titanlite.config.load import Loaded
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
+from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer, get_sink
 from titanlite.registry.lora import Adapters
@@ -303,9 +304,11 @@ def _stores_are_legal(config: ConfigView) -> Refusals:
     if settings.mirror:
         places["mirror"] = settings.mirror
     for name, url in places.items():
-        scheme, colon, place = url.partition("://")
-        if scheme + colon not in _STORES or not place.strip("/"):
-            yield f"checkpoint.{name}", "legal: s3://, gs:// or az://BUCKET/FOLDER"
+        if not split_url(url):
+            yield f"checkpoint.{name}", f"legal: {LEGAL_URLS}"
+    if settings.folder.startswith("hf://"):
+        why = "Hugging Face's buckets have no conditional writes: two runs would mix there"
+        yield "checkpoint.folder", f"{why}; legal: a folder, with it as checkpoint.mirror"
     if "folder" in places and settings.mirror:
         yield "checkpoint.mirror", "checkpoint.folder is on a store itself; remove one of them"
     if "folder" in places and settings.last_save_in_hf:

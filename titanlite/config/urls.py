@@ -1,0 +1,12 @@
+"""Where an object store's URL ends and the name in it begins; this opens nothing."""
+
+import re
+
+LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER, or hf://buckets/OWNER/NAME/FOLDER"
+_URL = re.compile(r"((?:s3|gs|az)://[^/]+|hf://buckets/[^/]+/[^/]+)(?!.*//)(?:/(.*))?")
+
+
+def split_url(url: str) -> tuple[str, str] | None:
+    """Return the bucket of a URL and the name in it; None for what is no URL of a store."""
+    found = _URL.fullmatch(url)
+    return (found[1], (found[2] or "").strip("/")) if found else None
