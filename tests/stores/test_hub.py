@@ -132,6 +132,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "line"),
     [
+        ("xet-write-token", "the credentials do not allow this (or are wrong)"),
         ("xorbs", "the credentials do not allow this (or are wrong)"),
         ("batch", "the credentials do not allow this (or are wrong)"),
         ("tree", "the credentials do not allow this (or are wrong) (asked to list)"),
@@ -247,7 +248,7 @@ def test_copies_verbs_export_and_diff_read_a_bucket(hub, tool, saved, tmp_path):
         for name in ("ours", "theirs")
     )
     assert ours == theirs
-    assert not [*(tmp_path / "user").glob("titanlite/checkpoints/*")]
+    assert not [*(tmp_path / "user" / "titanlite").iterdir()]
     hub.change(
         "run/step-2/rank-1.safetensors", b"1" + hub.content("run/step-2/rank-1.safetensors")[1:]
     )
@@ -272,7 +273,7 @@ def test_the_real_command_mirrors_into_a_bucket_and_resumes_or_says_in_a_line_wh
     ]
     argv = ["train", *argv, "--job.device=cpu", "--checkpoint.interval=2"]
     code, out = command(hub, *argv, "--training.steps=4", NGPU="2")
-    assert code == 0 and f"step-4 and in {URL}" in out, out
+    assert code == 0 and f"step-4 and in {URL}" in out and "100%" not in out, out
     shutil.rmtree(tmp_path / "run")
     code, out = command(hub, *argv, "--training.steps=6", NGPU="2")
     assert code == 0 and "fetched step 4" in out, out
@@ -280,9 +281,12 @@ def test_the_real_command_mirrors_into_a_bucket_and_resumes_or_says_in_a_line_wh
         "HF_TOKEN=": "no token that is accepted: set HF_TOKEN",
         "HF_HUB_OFFLINE=1": "HF_HUB_OFFLINE is set",
         "HF_TOKEN=hf_other": "no token that is accepted",
+        "HF_ENDPOINT=http://127.0.0.1:1": "nobody listens there",
     }.items():
         name, _, value = more.partition("=")
         here = {name: value, "NGPU": "1"}
         code, out = command(hub, *argv, f"--job.dump_folder={tmp_path}/other", **here)
         assert code == 2 and f"checkpoint.mirror: hf://buckets/{BUCKET}: {line}" in out, out
-        assert "Traceback" not in out and not (tmp_path / "other").exists()
+        assert (
+            "Traceback" not in out and "Retrying" not in out and not (tmp_path / "other").exists()
+        )

@@ -151,5 +151,5 @@ def _explained(url: str) -> Iterator[None]:
         raise BucketError(f'{url}: pip install "titanlite[hf]" for Hugging Face') from None
     try:
         yield
-    except (HTTPError, ConnectionError, PermissionError, RuntimeError, ValueError) as error:
+    except (HTTPError, ConnectionError, RuntimeError, ValueError) as error:
         raise explain(url, error) from None
