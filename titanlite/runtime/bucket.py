@@ -151,6 +151,7 @@ class Bucket:
         yield from self.in_ranges(key, size, tag)
 
     def in_ranges(self, key: str, size: int, tag: str | None = None) -> Iterator[bytes]:
+        """Yield the content of an object in pieces."""
         for start in range(0, size, _RANGE):
             content, entry = self.read_range(key, start, min(_RANGE, size - start))
             tag = tag or entry["e_tag"]
