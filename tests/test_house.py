@@ -68,8 +68,8 @@ export 290, for checkpoints of adapters alone 1,756,
 for buffers in the folders of classes 169.
 object stores: 5,045 of 5,000, for the mirror and copies; 2,500 more for token shards by URL, whose
 cache is shared by processes; 3,060 more for checkpoint.folder there, of which the lease has 560,
-the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Hugging Face's hub, of which
-200 for export and diff of URLs.
+the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Hugging Face's
+hub, of which 200 for export and diff of URLs.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.
 optimizer state on a disk: 1,572 of 1,300 (NVMe): 1,218 for the file and its stream, 140 for the
