@@ -83,21 +83,22 @@ def _code_of(config_class: type) -> str:
 
 def dims(flavor: Any) -> ModelDims:
     config = config_of(flavor).get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 1
+    heads = _one(config, "num_attention_heads") or 1
     return ModelDims(
         config.num_hidden_layers,
         heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        _head_dim(config) or config.hidden_size // heads,
+        _one(config, "num_key_value_heads") or heads,
+        _one(config, "head_dim") or config.hidden_size // heads,
         config.vocab_size,
-        getattr(config, "max_position_embeddings", None) or 1 << 30,
+        max(0, _one(config, "max_position_embeddings") or 0) or 1 << 30,
     )
 
 
-def _head_dim(config: Any) -> int | None:
+def _one(config: Any, name: str) -> int | None:
+    """Return a size of a config; None if it lacks it, or has one for each layer."""
     try:
-        return config.head_dim
-    except Exception:  # lacks it, or has one for each layer
+        return getattr(config, name)
+    except Exception:  # a library's own, beside AttributeError
         return None
 
 

@@ -27,7 +27,7 @@ _SMALL = {
     64: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim embed_dim",
     128: "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff max_position_embeddings "
     "n_positions shared_expert_intermediate_size shared_intermediate_size",
-    256: "vocab_size vocab_size_per_layer_input",
+    256: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     32: "moe_intermediate_size mamba_d_head",
     16: "head_dim global_head_dim q_lora_rank kv_lora_rank v_head_dim qk_head_dim sliding_window "
     "mamba_head_dim rotary_dim linear_key_head_dim linear_value_head_dim "
@@ -39,6 +39,7 @@ _SMALL = {
     2: "num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
     "linear_num_key_heads n_groups mamba_n_groups top_k_experts",
     1: "n_group topk_group first_k_dense_replace n_shared_experts",
+    0: "num_kv_shared_layers",
 }
 _GIVEN = {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16, "num_key_value_heads": 4}
 """For keys that are null: of some classes the default config does not make a model."""
