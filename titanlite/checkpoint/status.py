@@ -53,9 +53,11 @@ def note(config: JobConfig, step: int | None) -> None:
 
 
 def record(config: JobConfig, root: Path, step: int) -> None:
-    """Write down a save, and copy the run's metrics and config beside it."""
-    note(config, step)
-    transfer.copy_records(Path(config.job.dump_folder), root)
+    """Copy the run's metrics and config beside a save, and write it down."""
+    try:
+        transfer.copy_records(Path(config.job.dump_folder), root)
+    finally:
+        note(config, step)
 
 
 def _newest_there(url: str) -> str:
