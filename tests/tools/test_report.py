@@ -160,6 +160,15 @@ def test_a_run_whose_launcher_is_gone_shows_for_how_long(run, capsys):
     assert "step 10 of 20, no sign of life for 1:3" in capsys.readouterr().out
 
 
+def test_a_page_says_how_far_a_run_is_and_how_it_ended(run):
+    log = run / "logs/launcher.log"
+    log.write_text(f"{log.read_text()}ended: rank 1: exited without a traceback (SIGTERM)\n")
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "step 10 of 20, ended" in page
+    assert "rank 1: exited without a traceback (SIGTERM)" in page
+
+
 def test_a_low_terminal_keeps_the_ranks_and_leaves_out_curves(run):
     whole, _ = view(run)
     low, _ = view(run, 15)

@@ -134,6 +134,8 @@ def _option_meant(word: str) -> str:
         return f"did you mean --config {word}?"
     if word.startswith("-"):
         return f"did you mean --{word.lstrip('-')}?"
+    if Path(word).is_dir():
+        return f"a saved model is named by --checkpoint {word}, a run by --job.dump_folder {word}"
     return 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
 
 

@@ -182,7 +182,8 @@ class ShardSource:
         self.bytes = sum(shard.size for shard in self._shards)
         if not self.tokens:
             raise UserError(
-                f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards)"
+                f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards); text "
+                f'is {key}.dataset = "text", or becomes tokens by titanlite data prepare'
             )
         if self.manifest:
             fingerprint = self.manifest["fingerprint"]

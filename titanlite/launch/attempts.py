@@ -127,12 +127,12 @@ class Attempts:
             saved = ""
             if self._saves and verdict.code is not None:
                 saved = status.last_saved_message(self._given)
-            print(failure.describe(logs / f"rank-{failure.rank}.log", saved), file=sys.stderr)
+            say(failure.describe(logs / f"rank-{failure.rank}.log", saved), sys.stderr)
             if self._node.rank == 0:
                 who = f"rank {failure.rank}: " if failure.rank >= 0 else ""
                 note(logs, f"{ENDED}{who}{failure.words}")
         if verdict.why:
-            print(f"titanlite: {verdict.why}", file=sys.stderr, flush=True)
+            say(f"titanlite: {verdict.why}", sys.stderr)
 
     def _poll(self) -> None:
         self._node.poll()

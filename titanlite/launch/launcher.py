@@ -340,7 +340,7 @@ class Launch:
         if verdict.early:
             return _end_early(self.job, verdict.early)
         if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back() and self.moved:
-            print(f"titanlite: {AS_IT_WAS}", file=sys.stderr)
+            say(f"titanlite: {AS_IT_WAS}", sys.stderr)
         if verdict.code == OK:
             say(describe_end(self.job.config))
         assert verdict.code is not None

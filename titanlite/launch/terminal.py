@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from titanlite.errors import columns
 from titanlite.observe.console import colored, shortened
@@ -188,10 +188,10 @@ def note(logs: Path, line: str) -> None:
         file.write(f"{line}\n")
 
 
-def say(text: str) -> None:
+def say(text: str, file: TextIO | None = None) -> None:
     """Print a launcher message."""
     with _console_may_close():
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from titanlite.observe.console import rank_log
 from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, text_of
-from titanlite.tools.top import ABOUT, places
+from titanlite.tools.top import ABOUT, places, state_of
 
 FACTS = "model data batch device mesh titanlite".split()
 """Lines of a start that the page has too."""
@@ -73,6 +73,7 @@ def _facts(record: Run) -> list[tuple[str, str]]:
     log = text_of(rank_log(record.folder, 0))
     return [
         ("folder", record.name),
+        ("state", state_of(record)[0]),
         *re.findall(f"(?m)^({'|'.join(FACTS)})  +(.+)", log),
         *(("started", day) for day in started),
         ("this page", time.strftime("%Y-%m-%dT%H:%M:%S%z")),

@@ -18,7 +18,7 @@ from titanlite.launch.terminal import NOTICES
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
 from titanlite.runtime.rank_files import RANKS
-from titanlite.tools.record import chart, read_run, text_of
+from titanlite.tools.record import Run, chart, read_run, text_of
 
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
@@ -61,16 +61,8 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     Curves that a terminal of this height has no room for are left out.
     """
     record = read_run(dump)
-    config = tomllib.loads(text_of(record.folder / CONFIG))
-    steps, is_over = config.get("training", {}).get("steps", 0), False
     ranks = record.folder / "logs" / RANKS
-    state = "starting" if len(record.logged) else "starting, no step logged yet"
-    if len(record.logged) and steps:
-        step, seconds = record.logged[["step", "step_seconds"]][-1]
-        is_over = step >= steps
-        left = "ended" if record.ending else _sign_of_an_end(ranks)
-        left = left or f"eta {format_duration((steps - step) * seconds)}"
-        state = f"step {step:.0f} of {steps}, {'done' if is_over else left}"
+    state, is_over = state_of(record)
     rows = []
     for key in CURVES:
         values = record.values(key)
@@ -79,6 +71,21 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     below = f"{Table('events', 'Events', (), record.events())}\n\n{places(ranks)}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
+
+
+def state_of(record: Run) -> tuple[str, bool]:
+    """Return how far a run is, in words, and whether it has reached its last step."""
+    config = tomllib.loads(text_of(record.folder / CONFIG))
+    steps = config.get("training", {}).get("steps", 0)
+    end = "ended" if record.ending else _sign_of_an_end(record.folder / "logs" / RANKS)
+    if not len(record.logged) or not steps:
+        state = "starting" if len(record.logged) else "starting, no step logged yet"
+        return f"{state}, {end}" if end else state, False
+    step, seconds = record.logged[["step", "step_seconds"]][-1]
+    if step >= steps:
+        return f"step {step:.0f} of {steps}, done", True
+    left = end or f"eta {format_duration((steps - step) * seconds)}"
+    return f"step {step:.0f} of {steps}, {left}", False
 
 
 def _last_notice(folder: Path) -> list[tuple[str, str]]:

@@ -64,10 +64,8 @@ def find_layout(
             if shard == -1
             else f"ranks are needed, and this run has {world}"
         )
-        why = (
-            f"{product} = {needed} {why}; start {needed} (NGPU={needed} on one node), "
-            "or change a degree"
-        )
+        how = f" (NGPU={needed} on one node)" * (needed <= 16)
+        why = f"{product} = {needed} {why}; start {needed}{how}, or change a degree"
     elif shard != -1:
         why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
