@@ -145,7 +145,7 @@ def test_a_run_that_ended_early_or_resumes_has_no_time_left(run, capsys):
     places = run / "logs/ranks.json"
     places.write_text(places.read_text().replace("forward", "ended").replace("data", "ended"))
     assert main(["top", str(run)]) == 0
-    assert "step 10 of 20, stopped" in capsys.readouterr().out
+    assert "step 11 of 20, stopped" in capsys.readouterr().out, "not the last logged one"
     (run / "config.toml").unlink()  # a start moves it away, and writes another
     places.unlink()
     assert main(["top", str(run)]) == 0

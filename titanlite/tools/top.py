@@ -77,11 +77,23 @@ def state_of(record: Run) -> tuple[str, bool]:
     """Return how far a run is, in words, and whether it has reached its last step."""
     config = tomllib.loads(text_of(record.folder / CONFIG))
     steps = config.get("training", {}).get("steps", 0)
-    end = "ended" if record.ending else _sign_of_an_end(record.folder / "logs" / RANKS)
+    ranks = record.folder / "logs" / RANKS
+    beats = json.loads(text_of(ranks) or "{}").values()
+    has_stopped = beats and all(beat["phase"] == "ended" for beat in beats)
+    silent = time.time() - ranks.stat().st_mtime if beats else 0
+    end = ""
+    if record.ending:
+        end = "ended"
+    elif has_stopped:
+        end = "stopped"
+    elif silent > SILENT_SECONDS:
+        end = f"no sign of life for {format_duration(silent)}"
     if not len(record.logged) or not steps:
         state = "starting" if len(record.logged) else "starting, no step logged yet"
         return f"{state}, {end}" if end else state, False
     step, seconds = record.logged[["step", "step_seconds"]][-1]
+    if has_stopped:  # its last step may not have been logged
+        step = max(beat["step"] for beat in beats)
     if step >= steps:
         return f"step {step:.0f} of {steps}, done", True
     left = end or f"eta {format_duration((steps - step) * seconds)}"
@@ -92,15 +104,6 @@ def _last_notice(folder: Path) -> list[tuple[str, str]]:
     """Return the last line of the launcher's log."""
     lines = text_of(folder / "logs" / NOTICES).splitlines()
     return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
-
-
-def _sign_of_an_end(ranks: Path) -> str:
-    """Return whether a run stopped, or has been silent; nothing while it trains."""
-    beats = json.loads(text_of(ranks) or "{}").values()
-    if beats and all(beat["phase"] == "ended" for beat in beats):
-        return "stopped"
-    silent = time.time() - ranks.stat().st_mtime if beats else 0
-    return f"no sign of life for {format_duration(silent)}" if silent > SILENT_SECONDS else ""
 
 
 def places(file: Path) -> Table:
