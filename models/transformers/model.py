@@ -98,7 +98,7 @@ def _one(config: Any, name: str) -> int | None:
     """Return a size of a config; None if it lacks it, or has one for each layer."""
     try:
         return getattr(config, name)
-    except Exception:  # a library's own, beside AttributeError
+    except Exception:  # a library's own, or AttributeError
         return None
 
 

@@ -32,7 +32,7 @@ def trained(argv: list[str], folder: str) -> list[float]:
 
 @pytest.fixture
 def tuned(pool, tmp_path) -> Path:
-    """The folder of a run of adapters, beside that of its base."""
+    """The folder of a run of adapters, next to that of its base."""
     pool.run(trained, SAVED, str(tmp_path / "base"), world=1)
     argv = [*TUNED, f"--checkpoint.initial_load_path={tmp_path}/base/checkpoint"]
     pool.run(trained, argv, str(tmp_path / "tuned"), world=1)
@@ -66,7 +66,7 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
     base.rename(moved)
-    with pytest.raises(UserError, match=f"beside the weights of {named}, which are not there"):
+    with pytest.raises(UserError, match=f"with the weights of {named}, which are not there"):
         load(tuned)
     after = load(tuned, f"--checkpoint.initial_load_path={moved}/checkpoint")[0].state_dict()
     assert before.keys() == after.keys()
@@ -79,7 +79,7 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
     assert f"{named}, fingerprint " in capsys.readouterr().out
     pool.run(trained, [*SAVED, "--debug.seed=7"], str(base), world=1)
     argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
-    other = "has weights of the fingerprint .*, and the adapters were trained beside"
+    other = "has weights of the fingerprint .*, and the adapters were trained with"
     with pytest.raises(Exception, match=other):
         pool.run(trained, argv, str(tuned), world=1)
     assert cli.main([*export, str(tuned / "c")]) == 2

@@ -46,7 +46,7 @@ def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
     assert plan.speed.estimate > term.seconds and "one NVMe disk" in report(plan)
     memory, _ = start_lines(on_disk, "", None, 2)
-    assert f"beside {format_bytes(size)} on a disk" in memory
+    assert f"and {format_bytes(size)} on a disk" in memory
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():

@@ -89,7 +89,7 @@ class BaseWeights:
         elif self._hf:
             self._hf.fill(tensors)
 
-    def beside(
+    def joined(
         self,
         read_own: Callable[[str], torch.Tensor],
         own: Manifest,
@@ -114,7 +114,7 @@ class BaseWeights:
         if (found := _shown(total)) != self._base.fingerprint:
             raise UserError(
                 f"{self.folder} has weights of the fingerprint {found}, and the adapters were "
-                f"trained beside {self._base.fingerprint}: name the folder of those in "
+                f"trained with {self._base.fingerprint}: name the folder of those in "
                 "checkpoint.initial_load_path, and keep training.dtype"
             )
 
@@ -127,7 +127,7 @@ def _find(base: Base, given: str) -> Path:
         if store.exists(folder / MANIFEST) or store.exists(folder / "config.json"):
             return folder
     raise UserError(
-        f"the adapters were trained beside the weights of {base.folder}, which are not there: "
+        f"the adapters were trained with the weights of {base.folder}, which are not there: "
         "name their folder in checkpoint.initial_load_path"
     )
 

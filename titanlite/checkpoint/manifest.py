@@ -44,7 +44,7 @@ class File:
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights beside which adapters were trained, and which are read from their own
+    """The frozen weights that adapters were trained with, and which are read from their own
     place.
     """
 
@@ -64,7 +64,7 @@ class Manifest:
     tensors: dict[str, Tensor | ListedTensor]
     format: int = FORMAT
     attempt: str = ""
-    """The folder beside the manifest that has the files, where a run saves into a bucket."""
+    """The folder next to the manifest that has the files, where a run saves into a bucket."""
     base: Base | None = None
     """There are only adapters, which belong to these weights."""
 
@@ -215,7 +215,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_document(folder: Path, name: str) -> bytes:
-    """Read a file that lies beside the tensors."""
+    """Read a file next to the tensors."""
     return store.read(folder / read_manifest(folder, outline=True).attempt / name)
 
 

@@ -136,7 +136,7 @@ class Mirror:
         ]
 
     def _download(self, step: int, what: str) -> str:
-        """Copy a step into the folder; return what is damaged, in which case it is not there."""
+        """Copy a step into the folder; return its damage, in which case it is not there."""
         source, target = step_folder(self.root, step), step_folder(self._local, step)
 
         def copy() -> str:

@@ -53,7 +53,7 @@ def note(config: JobConfig, step: int | None) -> None:
 
 
 def record(config: JobConfig, root: Path, step: int) -> None:
-    """Copy the run's metrics and config beside a save, and write it down."""
+    """Copy the run's metrics and config next to a save, and write it down."""
     try:
         transfer.copy_records(Path(config.job.dump_folder), root)
     finally:

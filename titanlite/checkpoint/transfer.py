@@ -89,7 +89,7 @@ def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Pa
 
 
 def forget(step: Path, manifest: Manifest) -> None:
-    """Delete what was fetched, unless another process uses it."""
+    """Delete fetched files, unless another process uses them."""
     if not is_remote(step):
         return
     folder = _cache_of(step, manifest)
@@ -137,7 +137,7 @@ def end(source: Path, target: Path) -> None:
 
 
 def flat_manifest(folder: Path) -> bytes:
-    """Return the manifest of a copy, which has its files beside it."""
+    """Return the manifest of a copy, which has its files next to it."""
     manifest = read_manifest(folder)
     if manifest.attempt:
         return replace(manifest, attempt="").render()

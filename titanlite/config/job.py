@@ -107,7 +107,7 @@ def job_from(
         for name, why in facts.spec.idle(facts.model).items():
             if f"model.overrides.{name}" in loaded.entries:
                 idle[f"model.overrides.{name}"] = why
-    # Other commands use what is off in a training, as `titanlite generate` uses [generate].
+    # Other commands use keys that are off in a training, as `titanlite generate` uses [generate].
     dropped = idle if training else on_this_mesh
     config = config_of({key: value_of(resolved, key) for key in KEYS if key not in dropped})
     model = (facts.spec, facts.model, facts.shape)

@@ -197,7 +197,7 @@ def load(line: CommandLine) -> Loaded:
                 )
                 continue
             _flatten(read_toml(path), "", name, tree)
-            for key, entry in tree.items():  # the files that ship with a config lie beside it
+            for key, entry in tree.items():  # the files that ship with a config are next to it
                 if path.parent == SHIPPED and str(entry.value).startswith(f"{SHIPPED.name}/"):
                     tree[key] = Entry(str(SHIPPED.parent / entry.value), entry.origin)
         except (UserError, OSError) as error:

@@ -70,7 +70,7 @@ class Model(Section):
 
 
 class Lora(Section):
-    """LoRA: the product of two narrow matrices is trained beside a matrix, all else is frozen."""
+    """LoRA: the product of two narrow matrices is trained next to a matrix, all else is frozen."""
 
     only = Only("lora.rank")
     rank: Annotated[Natural, Only()] = 0

@@ -7,6 +7,6 @@ _URL = re.compile(r"((?:s3|gs|az)://[^/]+|hf://buckets/[^/]+/[^/]+)(?!.*//)(?:/(
 
 
 def split_url(url: str) -> tuple[str, str] | None:
-    """Return the bucket of a URL and the name in it; None for what is no URL of a store."""
+    """Return the bucket of a URL and the name in it; None if it is no URL of a store."""
     found = _URL.fullmatch(url)
     return (found[1], (found[2] or "").strip("/")) if found else None

@@ -28,7 +28,7 @@ ROLES = {"assistant", "developer", "system", "tool", "user"}
 READ_ONLY = 1 << 31
 """Added to the id of a token that is read and not predicted."""
 BEGIN, END = "\udc00", "\udc01"
-"""Around what is trained: halves of surrogate pairs, which no text has."""
+"""Around trained text: halves of surrogate pairs, which no text has."""
 TODAY = datetime(2025, 1, 1)
 """For templates: the real date would make other data every day."""
 
@@ -48,7 +48,7 @@ class Generation(Extension):
 
 
 class ChatTokenizer(JsonTokenizer):
-    """A tokenizer of chats; its texts have marks around what is trained."""
+    """A tokenizer of chats; its texts have marks around the trained parts."""
 
     def __init__(self, assets: str) -> None:
         if not assets:
@@ -73,7 +73,7 @@ class ChatTokenizer(JsonTokenizer):
         self._in_parts = not self._keeps_text() and self._keeps_text(in_parts=True)
 
     def describe(self) -> str:
-        """Say how what is trained is found, and what the template lacks; a short chat shows it."""
+        """Say how trained text is found, and what the template lacks; a short chat shows it."""
         contents = ("number one", "number two", "number three", "number four")
         pairs = zip(("user", "assistant") * 2, contents, strict=True)
         chat = [{"role": role, "content": content} for role, content in pairs]

@@ -1,4 +1,4 @@
-"""Megatron's index beside a `.bin` of token ids: their type, and where documents end."""
+"""Megatron's index next to a `.bin` of token ids: their type, and where documents end."""
 
 import struct
 from functools import lru_cache
@@ -15,7 +15,7 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def index_of(path: Path) -> Path | None:
-    """Return the index beside a file of ids, None without one."""
+    """Return the index next to a file of ids, None without one."""
     index = path.with_suffix(".idx")
     return index if index.is_file() else None
 

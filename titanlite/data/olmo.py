@@ -1,4 +1,4 @@
-"""OLMo's table beside a file of token ids: where documents end."""
+"""OLMo's table next to a file of token ids: where documents end."""
 
 import gzip
 from functools import lru_cache
@@ -10,7 +10,7 @@ from titanlite.errors import UserError
 
 
 def table_of(path: Path) -> Path | None:
-    """Return the table beside a file of ids, None without one."""
+    """Return the table next to a file of ids, None without one."""
     table = path.with_suffix(".csv.gz")
     return table if table.is_file() else None
 

@@ -121,7 +121,7 @@ class Remote:
         return file
 
     def bring(self, path: Path) -> None:
-        """Copy a small file beside a shard."""
+        """Copy a small file next to a shard."""
         bring(place(self.url), path)
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:

@@ -2,8 +2,8 @@
 
 `.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
 version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
-vocabulary, or numpy's own format; a `.csv.gz` beside it has the ends of documents. A `.bin` with an
-`.idx` beside it is Megatron's.
+vocabulary, or numpy's own format; a `.csv.gz` next to it has the ends of documents. A `.bin` with
+an `.idx` next to it is Megatron's.
 """
 
 import bisect

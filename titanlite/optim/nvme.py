@@ -43,7 +43,7 @@ class OnDisk(torch.optim.Optimizer):
     """
 
     takes_found_inf = True
-    """The inner optimizer skips its steps, and what was read is written back."""
+    """The inner optimizer skips its steps, and the state is written back as it was read."""
     found_inf: torch.Tensor | None = None
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ def adapt(model: nn.Module, adapters: Adapters, rules: Sequence[Rule]) -> None:
             continue
         if type(module) is not nn.Linear:
             where = f"lora.patterns: {name} is a {type(module).__name__}"
-            raise UserError(f"{where}; adapters go beside an nn.Linear")
+            raise UserError(f"{where}; adapters go with an nn.Linear")
         module.__class__ = AdaptedLinear
         adapted: Any = module
         adapted.lora_A = nn.Parameter(torch.empty(adapters.rank, module.in_features))

@@ -162,7 +162,7 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
             if name != "weight" and not is_adapter(name) and other != bias_role:
                 raise UserError(
                     f'tensor parallel: {path}.{name} has the role "{other}" in the model\'s table; '
-                    f'beside a weight of the role "{role}" it must be "{bias_role}"'
+                    f'with a weight of the role "{role}" it must be "{bias_role}"'
                 )
         by_module[path] = role
     return by_module

@@ -121,7 +121,7 @@ class Counting(TorchDispatchMode):
     event: Event | None = None
 
     def __init__(self, layout: Layout, offloads: bool = False) -> None:
-        """What is offloaded is counted apart, as on a machine with GPUs."""
+        """Offloaded tensors are counted apart, as on a machine with GPUs."""
         super().__init__()
         self.offloads = offloads
         self._dimension = cache(partial(_dimension, layout))
@@ -281,7 +281,7 @@ class Counting(TorchDispatchMode):
         )
 
     def copy_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in the GPU's memory of what is in the host's, or the other way round."""
+        """Return a copy in the GPU's memory of a tensor in the host's, or the other way round."""
         known = self._alive.get(storage_key(tensor.untyped_storage()))
         kind, use = ("to GPU", "") if known and known.use == "host" else ("from GPU", "host")
         with self.hide():

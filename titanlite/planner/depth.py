@@ -204,7 +204,7 @@ def _number(operation: Operation) -> int:
 
 
 def _key(operation: Operation) -> Any:
-    """Return what is equal for operations that pair off: the phase without its block, and the kind
+    """Return the key that operations of a pair share: the phase without its block, and the kind
     of operation.
     """
     collective = operation.collective and replace(operation.collective, bytes=0)

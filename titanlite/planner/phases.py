@@ -27,8 +27,8 @@ _TRANSFERS = {
 
 
 def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name actions and what is between them, and what stages compute: blocks, and what comes before
-    and after them in a stage.
+    """Name actions and the gaps between them, and what stages compute: blocks, and what comes
+    before and after them in a stage.
     """
     begin = pipeline.begin
 
@@ -130,7 +130,7 @@ def name_phases(
     before: str = "embedding",
     after: str = "head",
 ) -> None:
-    """Name the block that is computed in the counting, and what is before and after the blocks; a
+    """Name the block that is computed in the counting, and the code before and after the blocks; a
     block begins when its parameters are gathered.
     """
 

@@ -51,8 +51,8 @@ def _shortened(stages: Stages) -> Stages:
 
 
 def rank_kind(job: Job, rank: int) -> Any:
-    """Return what is equal for ranks that differ only in the numbers of their blocks and the order
-    of their events.
+    """Return the key that ranks share if they differ only in the numbers of their blocks and the
+    order of their events.
     """
     stages = []
     for stage in job.stages.ranks[rank]:

@@ -275,7 +275,7 @@ def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Seque
 def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
     line = f"planned peak {format_bytes(recording.peak)} a rank, in {recording.moment}"
     if DISK in recording.static:
-        line += f", beside {format_bytes(recording.static[DISK])} on a disk"
+        line += f", and {format_bytes(recording.static[DISK])} on a disk"
     if memory is None:
         return line
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"

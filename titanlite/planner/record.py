@@ -15,10 +15,10 @@ KINDS = tuple(
     "parameters gathered gradients activations logits optimizer buffers communication host".split()
 )
 """The uses of bytes. "buffers" are the model's; "communication" is read or written by a
-collective; "host" is what is offloaded, in no GPU's memory.
+collective; "host" is offloaded memory, in no GPU's memory.
 """
 DISK = "disk"
-"""The static bytes of what is in training.offload_folder, and their resource."""
+"""The static bytes in training.offload_folder, and their resource."""
 ON_HOST = " on the host"
 """Ends a phase that the host computes."""
 
@@ -33,11 +33,11 @@ def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
 class Collective:
     kind: str
     """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send-receive",
-    which is recorded where it is sent; "to GPU" and "from GPU" of what is offloaded.
+    which is recorded where it is sent; "to GPU" and "from GPU" of offloaded tensors.
     """
     dimension: str
     """As in Layout ("dp_shard"), "ep" and "efsdp" of experts; joined with " x " where a group spans
-    several, "world" for all ranks; "host" of what is offloaded.
+    several, "world" for all ranks; "host" of offloaded tensors.
     """
     ranks: int
     dtype: str

@@ -80,7 +80,7 @@ def rehearse(
     config, mesh = job.config, world.mesh(job.layout, rank)
     context, parts = _skeleton(job, mesh, build_converters(job))
     sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
-    # What was sent is let go by a rank's last event, all at once, except on CUDA.
+    # Sent tensors are let go by a rank's last event, all at once, except on CUDA.
     is_short = not whole and (as_on_cuda or job.layout.pp == 1)
     with _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
         for part in parts:

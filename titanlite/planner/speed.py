@@ -107,7 +107,7 @@ def speed_of(
 ) -> list[Speed]:
     """Return the bound and the estimate of a recorded step, on each pipeline rank; `compiled`
     chooses among the efficiencies, `rank_of` has the rank of each stage, `hidden` are the kinds of
-    tensor parallel's collectives that overlap with the product beside them.
+    tensor parallel's collectives that overlap with the product next to them.
     """
     schedules = [_Schedule(layout, hardware, compiled, hidden) for _ in ranks]
     done: dict[Event, float] = {}

@@ -1,4 +1,4 @@
-"""LoRA as rows of a model's table: the product of two narrow matrices is trained beside a matrix,
+"""LoRA as rows of a model's table: the product of two narrow matrices is trained next to a matrix,
 and all else is frozen.
 """
 
@@ -17,7 +17,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_of(matrix: str) -> tuple[str, str]:
-    """Return the names of A and B beside a matrix, or their patterns beside its pattern."""
+    """Return the names of A and B of a matrix, or their patterns of its pattern."""
     path = matrix.removesuffix(".weight")
     return f"{path}.lora_A", f"{path}.lora_B"
 

@@ -383,7 +383,7 @@ def in_own_process(module: str, *arguments: str) -> str:
 
 
 def main(function: Callable[[str], object], url: str) -> int:
-    """Call a function of a place, for `in_own_process`; print what it returns, or what is wrong."""
+    """Call a function of a place, for `in_own_process`; print its result, or its error."""
     try:
         print(function(url) or "")
     except BucketError as error:

@@ -34,7 +34,7 @@ so twice.
 FAILED_MARK = "titanlite: this rank failed"
 """Line of a rank's log before its error; a launcher shows the one of the rank that failed first."""
 RANKS = "ranks.json"
-"""File beside the logs with the last beats of all ranks, for `titanlite top`."""
+"""File next to the logs with the last beats of all ranks, for `titanlite top`."""
 ERROR, STACK, PAGE = "json", "stack", "page"
 """Kinds of files: the error that ended a rank, its stack (after SIGUSR2), and its page
 (runtime/page.py).

@@ -140,7 +140,7 @@ def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
 
 
 def copy(path: Path, target: Path) -> tuple[int, int]:
-    """Copy a file, also from or to a bucket; return the size and checksum of what was read."""
+    """Copy a file, also from or to a bucket; return the size and checksum of the bytes."""
     counted = Counted(_blocks(path))
     if isinstance(target, BucketPath):
         target.bucket.put(target.key, counted, size(path))
@@ -172,7 +172,8 @@ def replace(path: Path, content: bytes) -> None:
 def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -> None:
     """Give a folder its name once its files are on the disk: it is whole or not there.
 
-    In a bucket the files stay where they are, and one that names their folder is created beside it.
+    In a bucket the files stay where they are, and one that names their folder is created next to
+    it.
     """
     if isinstance(target, BucketPath):
         last = target / name

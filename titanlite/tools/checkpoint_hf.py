@@ -90,7 +90,7 @@ def _export(folder: Path, target: Path, arguments: Namespace) -> int:
             if manifest.base and arguments.format != "peft":
                 weights = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
                 shapes = {f"model.{name}": shape for name, shape in translation.shapes.items()}
-                read = weights.beside(read, manifest, shapes, config.training.dtype)
+                read = weights.joined(read, manifest, shapes, config.training.dtype)
             fetch = _counted(read, len(translation.shapes), show)
             if arguments.format == "peft":
                 export_adapters(target, translation, fetch, start)

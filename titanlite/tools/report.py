@@ -68,7 +68,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _facts(record: Run) -> list[tuple[str, str]]:
-    """Return what was trained, on what and when: lines that rank 0 logged, and times."""
+    """Return the model, its machine and times: lines that rank 0 logged, and times."""
     started = re.findall('"started": "(.+)"', text_of(record.folder / ENVIRONMENT))
     log = text_of(rank_log(record.folder, 0))
     return [

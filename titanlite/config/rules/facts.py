@@ -39,7 +39,7 @@ class ConfigView:
 
 
 class Facts:
-    """What is known of a config, and its faults. A fact that cannot be derived is absent."""
+    """The known facts of a config, and its faults. A fact that cannot be derived is absent."""
 
     spec: ModelSpec
     model: Any
