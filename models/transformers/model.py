@@ -39,6 +39,8 @@ from titanlite.registry import ModelDims, Rule
 
 _IGNORED = ("_*", "auto_map", "*transformers*", "unsloth*", "model_max_length")
 """Keys of a config.json that no class reads."""
+_MOST_KEPT = 1 << 16
+"""Elements of a buffer that is kept as it was built."""
 transformers.logging.set_verbosity_error()
 
 
@@ -113,21 +115,47 @@ def build(flavor: Any, positions: int) -> nn.Module:
     make = partial(
         AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=False
     )
-    try:
-        model = make(attn_implementation="sdpa")
-    except ValueError as error:
-        if "scaled_dot" not in str(error):
-            raise
-        model = make(attn_implementation="eager")
+    with _values_of_buffers():
+        try:
+            model = make(attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot" not in str(error):
+                raise
+            model = make(attn_implementation="eager")
     with_experts = getattr(model, "set_experts_implementation", None)
     if with_experts and any("experts" in name for name, _ in model.named_modules()):
         # "grouped_mm" has no float64, "eager" loops over data: no block would compile.
         with_experts("batched_mm")
     model.forward = MethodType(forward, model)
     for module in model.modules():
-        if [*module.buffers(recurse=False)]:
-            module.reset_buffers = partial(_reset, model, module)  # type: ignore[assignment]
+        if buffers := dict(module.named_buffers(recurse=False)):
+            built = {n: each for n, each in buffers.items() if each.numel() <= _MOST_KEPT}
+            module.reset_buffers = partial(_reset, model, module, built)  # type: ignore[assignment]
+            if torch.get_default_device().type == "meta":
+                for name, buffer in buffers.items():
+                    module._buffers[name] = buffer.to("meta")
     return model
+
+
+@contextmanager
+def _values_of_buffers() -> Iterator[None]:
+    """Build a model that is without memory with the values of its buffers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    if torch.get_default_device().type != "meta":
+        yield
+        return
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def forward(
@@ -191,8 +219,8 @@ class _Tail:
             del decoder.forward
 
 
-def _reset(model: Any, module: nn.Module) -> None:
-    """Fill a module's buffers as the class does, and leave its parameters."""
+def _reset(model: Any, module: nn.Module, built: dict[str, Tensor]) -> None:
+    """Fill a module's buffers as the class does, or as it built them, and leave its parameters."""
     buffers = dict(module.named_buffers(recurse=False))
     for buffer in buffers.values():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
@@ -204,7 +232,11 @@ def _reset(model: Any, module: nn.Module) -> None:
         del parameter._is_hf_initialized
     if any(type(buffer) is not Tensor for buffer in module.buffers(recurse=False)):
         return  # a rehearsal has no values
-    if lost := [name for name, buffer in buffers.items() if buffer.isnan().any()]:
+    lost = [name for name, buffer in buffers.items() if buffer.isnan().any()]
+    for name in built.keys() & lost:
+        buffers[name].copy_(built[name])
+        lost.remove(name)
+    if lost:
         raise UserError(
             f"{type(module).__name__} does not restore {', '.join(lost)}: the model is built "
             "without memory, so values set in __init__ are lost"

@@ -26,10 +26,11 @@ from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
-from titanlite.models.transformers.model import config_of
+from titanlite.models.transformers import flavor_of
+from titanlite.models.transformers.model import build, config_of
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_meta_model, persistent_buffers
-from titanlite.parallel.init import materialize
+from titanlite.parallel.init import allocate, materialize
 from titanlite.registry import get_model
 from titanlite.verify import command
 from titanlite.verify.model_under_test import read_model
@@ -296,6 +297,21 @@ def test_a_tied_embedding_inside_another_module_is_gathered_before_the_blocks():
     found = spec.of(config)
     assert found.before == ("model.embeddings.tok_embeddings",)
     assert found.after == ("model.final_norm", "decoder")
+
+
+def test_buffers_that_a_class_sets_when_it_is_built_have_their_values():
+    """Falcon H1's multipliers, which its `_init_weights` does not know."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    sizes |= {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    config = flavor_of({"model_type": "falcon_h1", **sizes})
+    model, _ = build_meta_model(get_model("transformers"), config, 8)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    allocate(model, torch.device("cpu"))
+    found, expected = dict(model.named_buffers()), dict(build(config, 8).named_buffers())
+    assert any(name.endswith("mup_vector") for name in found)
+    for name, buffer in expected.items():
+        assert torch.equal(found[name], buffer), name
 
 
 def test_documents_are_kept_apart_as_if_each_were_alone():
