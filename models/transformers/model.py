@@ -122,6 +122,8 @@ def build(flavor: Any, positions: int) -> nn.Module:
             if "scaled_dot" not in str(error):
                 raise
             model = make(attn_implementation="eager")
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False  # not every forward pass has the argument
     with_experts = getattr(model, "set_experts_implementation", None)
     if with_experts and any("experts" in name for name, _ in model.named_modules()):
         # "grouped_mm" has no float64, "eager" loops over data: no block would compile.
