@@ -99,7 +99,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     files = documents(translation.config, torch.float32, None)
     for name in translation.kept:  # zeros would show nothing
         if weights[name].is_floating_point():
-            weights[name].uniform_()
+            weights[name] += torch.rand_like(weights[name]) * (weights[name] == 0)
     model, _ = build_meta_model(job.spec, job.model, 32)
     allocate(model, torch.device("cpu"))
     model.load_state_dict(weights, strict=False)
