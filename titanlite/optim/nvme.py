@@ -26,7 +26,7 @@ from torch import nn
 from titanlite.config.schema import JobConfig
 from titanlite.errors import RunFailed, UserError, format_bytes, print_notice
 from titanlite.optim.skip import step_unless
-from titanlite.parallel.dtensor import local_part
+from titanlite.parallel.dtensor import local_part, plain
 
 _KEY = "training.offload_folder"
 _PAGE = 4096
@@ -62,7 +62,7 @@ class OnDisk(torch.optim.Optimizer):
             local = local_part(parameter)
             state = self.state[parameter] = {key: value * 0 for key, value in fresh.items()}
             for key, row in zip(self._keys, rest, strict=True):
-                state[key] = torch.empty_like(parameter, requires_grad=False)
+                state[key] = plain(parameter).detach()  # no memory of its own: that is the row
                 local_part(state[key]).data = row[: local.numel()].view(local.shape)
             rest = rest[:, _whole(local) :]
         # Shared memory: a fork would move private pages away from under a direct read.
