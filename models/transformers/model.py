@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config names a class, never something to download
 
 import torch
 import transformers

@@ -232,6 +232,16 @@ def test_importing_titanlite_never_imports_transformers(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
+def test_a_class_leaves_the_hub_within_reach_of_data_and_mirrors(tmp_path):
+    code = (
+        "from titanlite.models.transformers import library; library()\n"
+        "from huggingface_hub import constants; assert not constants.HF_HUB_OFFLINE"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=environment(), cwd=tmp_path, check=True)
+
+
 def test_without_the_library_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("titanlite.models.transformers.find_spec", lambda name: None)
     assert cli.main(["config", "--model.name", "transformers"]) == 2

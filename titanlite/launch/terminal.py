@@ -109,8 +109,7 @@ class Terminal:
             task = progress.add_task("starting", total=self._steps, text="")
 
             def show(line: str) -> None:
-                # The terminal wraps it: a line that is copied stays one.
-                progress.console.print(Text.from_ansi(line), soft_wrap=True)
+                progress.console.print(Text.from_ansi(line))
 
             while not self._done.wait(self._seconds):
                 self._show(show)
