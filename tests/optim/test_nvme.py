@@ -72,16 +72,10 @@ def in_small_pieces(argv: list[str], folder: str, direct: bool = True) -> dict[s
 
 SAME_BITS = {  # ranks, and further options
     "AdamW": (2, ""),
-    "one rank": (1, ""),
     "three ranks": (3, ""),
     "Adam, foreach": (2, "--optimizer.name=Adam --optimizer.implementation=foreach"),
     "for-loop": (2, "--optimizer.implementation=for-loop"),
     "bfloat16": (2, "--training.dtype=bfloat16 --training.mixed_precision_param=bfloat16"),
-    "float64": (
-        2,
-        "--training.dtype=float64 --training.mixed_precision_param=float64 "
-        "--training.mixed_precision_reduce=float64",
-    ),
     "tensor parallel": (
         4,
         "--parallelism.tensor_parallel_degree=2 --model.overrides.n_kv_heads=2 "
@@ -89,7 +83,6 @@ SAME_BITS = {  # ranks, and further options
     ),
     "pipeline": (2, "--parallelism.pipeline_parallel_degree=2"),
     "replicas": (2, "--parallelism.data_parallel_replicate_degree=2"),
-    "frozen": (2, "--model.freeze=['layers.0.*']"),
     "lora": (2, "--lora.rank=2"),
     "float8": (
         2,
