@@ -81,9 +81,7 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "other", ["without checkpoints", "in another folder", "whose record was deleted"]
-)
+@pytest.mark.parametrize("other", ["in another folder", "whose record was deleted"])
 def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(tmp_path, other):
     argv = [
         *TINY,

@@ -28,7 +28,7 @@ from tests.jobs import (
     validated,
 )
 from tests.lanes import sample
-from tests.launch.run import finish, start, train
+from tests.launch.run import train
 from tests.models.test_gpt2 import GPT2
 from tests.parallel.test_exact import SAMPLES, ragged_batch
 from titanlite.cli import main
@@ -262,13 +262,11 @@ def test_resharding_to_fewer_ranks_gathers_again_in_the_declared_order():
 
 
 @pytest.mark.long
-def test_the_commands_train_profile_generate_export_and_start_from_it(tmp_path):
+def test_the_commands_train_generate_export_and_start_from_it(tmp_path):
     """On two ranks that share sequences, but for what needs none."""
     begin = [*EVEN, CP2, "--checkpoint.enable"]
     code, out = train(begin, tmp_path / "run", NGPU="2")
     assert code == 0 and "Applied context parallel on 2 ranks" in out, out
-    code, out = finish(start([*EVEN, CP2], tmp_path / "run", "titanlite profile", NGPU="2"))
-    assert code == 0 and "where a step goes" in out and "communication" in out, out
     folders = [str(tmp_path / name) for name in ("run", "hf")]
     assert (
         main(["generate", "--checkpoint", folders[0], "--tokens", "4", "--temperature", "0"]) == 0
