@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 216_635}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 216_645}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -64,7 +64,7 @@ the runs of a sweep and their names, what a report says was trained, and curves 
 models and data that people bring: 9,032 of 3,000, for transformers' classes and formats of data
 1,968, of which 468 for OLMo's tables and a type of raw ids, for LoRA 2,101, for chats 2,056, for
 `data show` of any data 692, for all of trl's templates, questions to a model and templates of an
-export 290, for checkpoints of adapters alone 1,756,
+export 290, for checkpoints of adapters alone 1,766,
 for buffers in the folders of classes 169.
 object stores: 5,045 of 5,000, for the mirror and copies; 2,500 more for token shards by URL, whose
 cache is shared by processes; 3,060 more for checkpoint.folder there, of which the lease has 560,

@@ -28,7 +28,7 @@ from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects
 
-_BLOCK = 1 << 22  # elements whose places are in memory at once
+_BLOCK = 1 << 18  # elements whose places are in memory at once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -153,11 +153,12 @@ def _sum(values: torch.Tensor, region: Box, shape: torch.Size) -> int:
     for line in rest:
         within = within.unsqueeze(-1) + line
     rows = max(1, _BLOCK // within.numel())
-    total = 0
+    within = 2 * within + 1
+    total = within.new_zeros(())
     for block, starts in zip(bits.split(rows), column.split(rows), strict=True):
-        places = starts.view(-1, *[1] * len(rest)) + within
-        total += int((block * (2 * places + 1)).sum())
-    return total
+        odd = within + 2 * starts.view(-1, *[1] * len(rest))
+        total += odd.mul_(block).sum()
+    return int(total)
 
 
 def _shown(total: int) -> str:
