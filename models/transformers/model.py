@@ -128,7 +128,7 @@ def build(flavor: Any, positions: int) -> nn.Module:
     model.forward = MethodType(forward, model)
     for module in model.modules():
         if buffers := dict(module.named_buffers(recurse=False)):
-            built = {n: each for n, each in buffers.items() if each.numel() <= _MOST_KEPT}
+            built = {n: b.clone() for n, b in buffers.items() if b.numel() <= _MOST_KEPT}
             module.reset_buffers = partial(_reset, model, module, built)  # type: ignore[assignment]
             if torch.get_default_device().type == "meta":
                 for name, buffer in buffers.items():

@@ -79,13 +79,14 @@ class Run:
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
         planned = ", ".join(planned) or "unknown"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
+        ending = self.ending
         return [
             ("memory", f"{measured}, planned {planned}"),
             ("saves", saves),
             ("restarts", f"{max(attempts, default=0)} since the last start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.bad)}"),
-            *[("end", self.ending)][: bool(self.ending)],
+            *[("end", ending)][: bool(ending)],
         ]
 
     @property
