@@ -105,7 +105,8 @@ class Heart(threading.Thread):
                 self._stack = None
                 write_flight_record(self._config, self._rank.rank)
             if board and board.decision.report:
-                self._end_after_hang(board.decision.report)
+                time.sleep(2 * self._interval)  # others read from a store that may be this rank's
+                os._exit(FAILED)
             if self._ended.wait(BEAT_SECONDS):
                 break
         OWN_PAGE.stand_in(ENDED)
@@ -147,15 +148,6 @@ class Heart(threading.Thread):
         beat = replace(beat_of(self._config, OWN_PAGE, self._rank.host), pid=os.getpid())
         return replace(status, beats={self._rank.rank: beat})
 
-    def _end_after_hang(self, report: str) -> None:
-        if self._rank.rank == 0:
-            print(f"titanlite: {report}", file=sys.stderr, flush=True)  # before the others end
-            time.sleep(2 * self._interval)  # they read from a store that may be this process's
-        else:
-            # Or rank 0 could fail for the loss of this one before it has printed.
-            time.sleep(BEAT_SECONDS / 2)
-        os._exit(FAILED)
-
     def end(self) -> None:
         """Show that this rank has nothing left to do, and beat no more."""
         self._ended.set()
@@ -172,5 +164,9 @@ def _decide(hangs: Hangs, statuses: Mapping[int, Status], now: float) -> Decisio
     """Return rank 0's decision below torchrun or srun; their agents handle everything but a
     hang.
     """
+    earlier = hangs.report
     hangs.look(statuses, now)
+    # Before another rank can read it and end: this one may fail for that loss at once.
+    if hangs.report != earlier:
+        print(f"titanlite: {hangs.report}", file=sys.stderr, flush=True)
     return Decision(hangs=hangs.is_hung, report=hangs.report)
