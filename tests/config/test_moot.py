@@ -91,6 +91,7 @@ NO_EFFECT = [  # what is lacking, a key that needs it, a value, further options 
         "--checkpoint.enable --checkpoint.keep_latest_k=0",
         1,
     ),
+    ("checkpoints on s3, gs or az", "checkpoint.part_mib", "7", "--checkpoint.enable", 1),
     ("checkpoint.mirror", "checkpoint.mirror_keep_latest_k", "7", "--checkpoint.enable", 1),
     (
         "checkpoint.initial_load_path",

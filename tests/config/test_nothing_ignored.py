@@ -268,6 +268,7 @@ REFUSED = {  # key: (value, part of the message)
 ACTIVE = "tests/parallel/test_active.py::"
 HUGGING_FACE = "tests/checkpoint/test_huggingface.py::"
 MIRROR = "tests/stores/test_mirror.py::"
+UPLOADS = "tests/stores/test_bucket.py::test_an_upload_keeps_to_the_bounds_of_the_config"
 SHARDS = "tests/stores/test_shards.py::"
 LOAD, SAVE = "tests/checkpoint/test_load.py::", "tests/checkpoint/test_save.py::"
 TENSOR, CONTEXT = "tests/parallel/test_tensor.py::", "tests/parallel/test_context.py::"
@@ -377,6 +378,9 @@ SHOWN_BY = {  # key: the test that shows its effect, or why no test can
     "checkpoint.mirror": MIRROR
     + "test_a_run_that_lost_its_folder_goes_on_from_the_mirror_in_the_same_bits",
     "checkpoint.mirror_keep_latest_k": MIRROR + "test_the_mirror_keeps_as_many_steps_as_it_is_told",
+    "checkpoint.upload_parallel": UPLOADS,
+    "checkpoint.part_mib": UPLOADS,
+    "checkpoint.stall_timeout_seconds": UPLOADS,
     "checkpoint.load_step": LOAD + "test_load_step_archives_later_checkpoints",
     "checkpoint.initial_load_path": LOAD + "test_initial_load_path_loads_weights_or_everything",
     "checkpoint.initial_load_model_only": LOAD

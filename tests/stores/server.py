@@ -102,6 +102,9 @@ class FaultProxy:
         self.log: list[tuple[str, str]] = []
         self.read = Counter[str]()
         """Bytes of each object that were asked for."""
+        self.most_parts = 0
+        """Most parts of an upload that were on their way at once."""
+        self._parts = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
@@ -124,6 +127,9 @@ class FaultProxy:
             method, path, _ = head.split(b"\r\n")[0].decode().split(" ")
             self.log.append((method, path))
             fault = self.rule(method, path) or {}
+            is_part = "partNumber" in path and "hang" not in fault
+            self._parts += is_part
+            self.most_parts = max(self.most_parts, self._parts)
             await asyncio.sleep(fault.get("hang", 0))
             found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
             size = int(found[1]) if found else 0
@@ -132,6 +138,7 @@ class FaultProxy:
                 await asyncio.sleep(size / fault["rate"])
             if "hang" not in fault and len(body) == size:
                 answer = await self._answer(head, body, fault)
+                self._parts -= is_part
                 if answer and not fault.get("lose"):
                     pace = fault.get("pace", 0)
                     step = pace // 10 or len(answer)

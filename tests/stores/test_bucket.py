@@ -7,14 +7,17 @@ from __future__ import annotations
 import os
 import re
 import socket
+from typing import Any
 
 import pytest
 
+from tests.jobs import TINY, job
 from tests.lanes import sample
 from tests.stores.server import BUCKET, credentials, needs_extra
+from titanlite.checkpoint.resume import checkpoint_root
 from titanlite.errors import UserError
 from titanlite.runtime import bucket
-from titanlite.runtime.bucket import BucketError, Unreachable, check, place
+from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, place
 from titanlite.runtime.store import copy, list_folder, read
 
 NAMES = re.compile(r"AWS_|GOOGLE_|AZURE_|GCE_")
@@ -30,7 +33,7 @@ def parts_of(log: list[tuple[str, str]]) -> int:
     ids=lambda fault: next(iter(fault)),
 )
 def test_a_request_that_fails_once_is_sent_again(proxy, url, tmp_path, fault, monkeypatch):
-    monkeypatch.setattr(bucket, "_TIMEOUT", "1s")
+    monkeypatch.setattr(bucket, "_TIMEOUT", 1)
     (tmp_path / "file").write_bytes(b"content")
     met = set()
 
@@ -45,7 +48,7 @@ def test_a_request_that_fails_once_is_sent_again(proxy, url, tmp_path, fault, mo
 
 
 def test_a_store_that_never_answers_is_given_up(proxy, url, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket, "_TIMEOUT", "0.5s")
+    monkeypatch.setattr(bucket, "_TIMEOUT", 0.5)
     proxy.rule = lambda method, path: {"hang": 30}
     with pytest.raises(BucketError) as caught:
         check(url, patience=1)
@@ -55,7 +58,7 @@ def test_a_store_that_never_answers_is_given_up(proxy, url, tmp_path, monkeypatc
 
 def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
     """As one request a file of 4 s fails: all tries together have 3 s."""
-    monkeypatch.setattr(bucket, "_TIMEOUT", "2s")
+    monkeypatch.setattr(bucket, "_TIMEOUT", 2)
     monkeypatch.setattr(bucket, "_RANGE", 1 << 18)
     path = place(url, patience=1) / "large"
     content = os.urandom(8 << 20)
@@ -81,7 +84,36 @@ def test_parts_grow_with_the_file_so_that_ten_thousand_are_enough(proxy, url):
         proxy.log.clear()
         place(url).bucket.put(f"big-{size}", iter(blocks), size)
         assert parts_of(proxy.log) == parts
-        assert size / max(bucket._PART, size // bucket._MOST_PARTS) < 10_000
+        assert size / max(Uploads().part, size // bucket._MOST_PARTS) < 10_000
+
+
+def bounded(url: str) -> Any:
+    """Return the place of checkpoints of a config with bounds of uploads."""
+    keys = {"folder": url, "part_mib": 5, "upload_parallel": 2, "stall_timeout_seconds": 2}
+    argv = [*TINY, "--checkpoint.enable", *(f"--checkpoint.{k}={v}" for k, v in keys.items())]
+    return checkpoint_root(job(argv, world=1).config)
+
+
+def test_an_upload_keeps_to_the_bounds_of_the_config(proxy, url):
+    """Also of one block, such as a large tensor. A part that is not answered is sent again."""
+    path, content = bounded(url) / "file", os.urandom(20 << 20)
+    proxy.rule = lambda method, path: {"rate": 20 << 20} if "partNumber" in path else None
+    path.bucket.put(path.key, [content], len(content))
+    parts = {path.partition("&")[0] for _, path in proxy.log if "partNumber" in path}
+    assert len(parts) == 4 and proxy.most_parts == 2
+    hung: Any = iter([{"hang": 99}])
+    proxy.rule = lambda method, path: next(hung, None) if "partNumber=2" in path else None
+    path.bucket.put(path.key, [content[::-1]], len(content))
+    assert next(hung, None) is None and path.read_bytes() == content[::-1]
+
+
+def test_a_part_that_is_never_answered_is_named_and_given_up(proxy, url, monkeypatch):
+    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
+    path = bounded(url) / "file"
+    proxy.rule = lambda method, path: {"hang": 99} if "partNumber=2" in path else None
+    with pytest.raises(Unreachable, match=f"^{path}, part 2: no answer in time$"):
+        path.bucket.put(path.key, [bytes(20 << 20)], 20 << 20)
+    assert 2 <= sum("partNumber=2" in path for _, path in proxy.log) <= 3
 
 
 def test_a_forked_process_is_refused_instead_of_hanging(proxy, url, tmp_path):

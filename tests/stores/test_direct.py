@@ -137,16 +137,25 @@ def test_faults_on_the_way_cost_no_step(train, proxy, url, fault):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["rank-1.safetensors", "state.json", MANIFEST])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("rank-1.safetensors", {"hang": 99}),
+        ("state.json", {"status": 403}),
+        (MANIFEST, {"status": 403}),
+    ],
+)
 def test_a_save_that_the_store_refuses_is_absent_and_its_remains_are_removed(
-    train, straight, proxy, url, name
+    train, straight, proxy, url, name, fault
 ):
+    """Or that it never answers."""
     train(2)
     proxy.rule = lambda method, path: (
-        {"status": 403} if method == "PUT" and "step-3" in path and name in path else None
+        fault if method == "PUT" and "step-3" in path and name in path else None
     )
-    with pytest.raises(RankFailed, match=r"step 3 failed on rank [01]: s3://bucket.*step-2"):
-        train(4)
+    named = rf"step 3 failed on rank [01]: {url}/step-3/.*{name}.*step-2"
+    with pytest.raises(RankFailed, match=named):
+        train(4, "--checkpoint.stall_timeout_seconds=1")
     assert whole_steps(url) == [1, 2]
     proxy.rule = lambda method, path: None
     put(url, "step-9/0a1b2c3d/rank-0.safetensors", b"begun by a killed run")

@@ -97,7 +97,6 @@ def test_windows_of_shards_in_a_bucket_are_those_of_the_folder(cached, folder, h
 
 def test_the_names_of_a_bucket_are_folders_and_bytes_come_back_as_they_were(hub, monkeypatch):
     monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
-    monkeypatch.setattr(bucket, "_PART", 1 << 20)
     root = place(URL)
     numbers = np.random.default_rng(0).normal(size=1 << 20).astype("float32").tobytes()
     blocks = [numbers[: 1 << 20], numbers[1 << 20 :]]

@@ -41,7 +41,6 @@ from titanlite.checkpoint.status import MIRRORED
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.runtime import store
-from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects, rank_in
 from titanlite.runtime.page import phase
 
@@ -64,7 +63,7 @@ class Mirror:
         self._outer = Path(config.job.dump_folder)
         self._local = checkpoint_root(config)
         self._log = log
-        self.root = place(self._settings.mirror)
+        self.root = transfer.store_of(config, self._settings.mirror)
         group = dist.new_group(backend="gloo", timeout=_LONGEST)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group

@@ -15,12 +15,12 @@ from titanlite.checkpoint.manifest import (
     read_document,
 )
 from titanlite.checkpoint.rules import batch_changes, excluded
+from titanlite.checkpoint.transfer import store_of
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
-from titanlite.runtime.bucket import place
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -150,4 +150,7 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
 def checkpoint_root(config: JobConfig) -> Path:
     folder = config.checkpoint.folder
-    return place(folder) if "://" in folder else Path(config.job.dump_folder, folder)
+    if "://" not in folder:
+        return Path(config.job.dump_folder, folder)
+    # Before the other ranks give up: the error names the object.
+    return store_of(config, folder, 0.9 * config.comm.checkpoint_timeout_seconds)

@@ -8,6 +8,7 @@ parent.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -22,33 +23,38 @@ from typing import Any, cast
 from uuid import uuid4
 
 from titanlite.config.urls import LEGAL_URLS, split_url
-from titanlite.errors import FAILED, OK, UserError, print_notice
+from titanlite.errors import OK, print_notice
+from titanlite.runtime.store_errors import NO_BUCKET, BucketError, Unreachable, explain
 
 _PATIENCE_SECONDS: float = 60
-_TIMEOUT = "30s"  # of one request; shorter than the time of retries, or a stall is never retried
-_PART = 16 << 20
+_TIMEOUT: float = 30  # of one request; less than the time of retries, or a stall is never retried
 _RANGE = 32 << 20  # of a download: one request for all would have the time of one
 _MOST_PARTS = 9_000  # stores take 10,000
-_PARALLEL = 4
 _SLOWEST = 2 << 20  # bytes a second, below which an upload is given up
 
 
-class BucketError(UserError):
-    """A request that a store refused."""
+@dataclass(frozen=True)
+class Uploads:
+    """How an object is stored."""
 
-
-class Unreachable(BucketError):
-    """A request that a store did not answer, which is no mistake of the user."""
-
-    code = FAILED
+    parallel: int = 4
+    """Parts on their way at once."""
+    part: int = 16 << 20
+    """Bytes of a part, and most of an object that is one request; it grows where the object would
+    have too many."""
+    timeout: float = 0
+    """Seconds until a part without an answer is sent again; 0: those of any request."""
+    limit: float = math.inf
+    """Most seconds of an object."""
 
 
 class Bucket:
     """A bucket or container, such as s3://NAME, in the process that opened it."""
 
-    def __init__(self, url: str, patience: float) -> None:
+    def __init__(self, url: str, patience: float, uploads: Uploads) -> None:
         """Find the credentials; nothing is asked of the store yet."""
         self.url = url
+        self._settings = uploads
         try:
             from obstore.store import from_url
         except ImportError:
@@ -56,27 +62,30 @@ class Bucket:
         options = _OPTIONS[url.partition(":")[0]](url)
         second = timedelta(seconds=1)
         backoff = {"init_backoff": 0.2 * second, "max_backoff": 2 * second, "base": 2}
-        # Time is the limit: a count would give up on a busy store after a second.
-        retry = {"max_retries": 1000, "retry_timeout": patience * second, "backoff": backoff}
+
+        def client(timeout: float, patience: float) -> Any:
+            limits = {"timeout": timeout * second, "connect_timeout": "3s", "allow_http": True}
+            # Time is the limit: a count would give up on a busy store after a second.
+            retry = {"max_retries": 1000, "retry_timeout": patience * second, "backoff": backoff}
+            return from_url(url, client_options=limits, retry_config=retry, **options)
+
         with self.explained():
-            self._store: Any = from_url(
-                url,
-                client_options={"timeout": _TIMEOUT, "connect_timeout": "3s", "allow_http": True},
-                retry_config=retry,
-                **options,
-            )
+            self._store = client(_TIMEOUT, patience)
+            self._uploads = client(uploads.timeout or _TIMEOUT, max(patience, 2 * uploads.timeout))
         self._pid = os.getpid()
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, key: str = "") -> Iterator[None]:
         from obstore.exceptions import BaseError
+
+        url = f"{self.url}/{key}".rstrip("/")
 
         try:
             yield
         except BaseError as error:
-            raise explain(self.url, error) from None
+            raise explain(url, error) from None
         except FileNotFoundError as error:  # also of a file that is sent, or of the bucket
-            if any(mark in str(error) for mark in _NO_BUCKET):
+            if any(mark in str(error) for mark in NO_BUCKET):
                 raise explain(self.url, error) from None
             raise
 
@@ -84,27 +93,32 @@ class Bucket:
         """Call a method of the store."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self.url} was opened before a fork, and would hang: use spawn")
+        store = self._uploads if name == "put_async" else self._store
         with self.explained():
-            return getattr(self._store, name)(*arguments, **options)
+            return getattr(store, name)(*arguments, **options)
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about this size from blocks, none of which may change later."""
 
         import asyncio  # late: most processes use no store
 
-        part = max(_PART, size // _MOST_PARTS)
-        content = blocks if size > part else b"".join(blocks)  # one request instead of three
-        options = {"chunk_size": part, "max_concurrency": _PARALLEL}
-        limit = 2 * _PATIENCE_SECONDS + size / _SLOWEST
+        given = self._settings
+        part = max(given.part, size // _MOST_PARTS)
+        # A small one is one request instead of three; of a large block all parts would go at once.
+        content = _pieces(blocks, part) if size > part else b"".join(blocks)
+        options = {"chunk_size": part, "max_concurrency": given.parallel}
+        tries = max(2 * _PATIENCE_SECONDS, 4 * given.timeout)
+        limit = min(given.limit, tries + size / _SLOWEST)
 
         async def put() -> None:
             await asyncio.wait_for(self.call("put_async", key, content, **options), limit)
 
-        with self.explained():
+        with self.explained(key):
             try:
                 asyncio.run(put())
             except (TimeoutError, asyncio.TimeoutError):
-                raise Unreachable(f"{self.url}/{key}: {size:,} bytes took too long") from None
+                why = f"{size:,} bytes took more than {limit:.0f} s"
+                raise Unreachable(f"{self.url}/{key}: {why}") from None
 
     def put_if(self, key: str, content: bytes, tag: Any = "create") -> Any:
         """Store a small object if there is none, or if the one there has a tag; return its new tag,
@@ -158,6 +172,12 @@ class Bucket:
             if entry["e_tag"] != tag:
                 raise BucketError(f"{self.url}/{key} changed while it was read")
             yield content
+
+
+def _pieces(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[memoryview]:
+    for block in blocks:
+        for start in range(0, len(block), size):
+            yield memoryview(block)[start : start + size]
 
 
 def _tag(entry: Any) -> dict[str, str]:
@@ -229,23 +249,23 @@ class BucketPath:
         self.unlink()
 
 
-def place(text: str, patience: float = 0) -> Path:
+def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:
     """Return a folder, or a place in a bucket with the methods of one."""
     if "://" not in text:
         return Path(text)
     if not (found := split_url(text)):
         raise BucketError(f"{text}: legal: {LEGAL_URLS}")
     url, key = found
-    return cast(Path, BucketPath(_open(url, patience or _PATIENCE_SECONDS), key))
+    return cast(Path, BucketPath(_open(url, patience or _PATIENCE_SECONDS, uploads), key))
 
 
 @cache
-def _open(url: str, patience: float) -> Bucket:
+def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
     if url.startswith("hf:"):
         from titanlite.runtime.hub import HubBucket
 
         return HubBucket(url)
-    return Bucket(url, patience)
+    return Bucket(url, patience, uploads)
 
 
 def is_remote(path: object) -> bool:
@@ -311,40 +331,6 @@ _OPTIONS = {"s3": _s3_options, "gs": _gs_options, "az": _az_options}
 
 def _has(*names: str) -> bool:
     return any(os.environ.get(name) for name in names)
-
-
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_CAUSES = {
-    **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
-    "BucketNotFound": "there is no such bucket, or not for this token",
-    "OfflineMode": "HF_HUB_OFFLINE is set",
-    **dict.fromkeys(
-        ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
-    ),
-    "Unauthenticated": "the credentials were not accepted",
-    "401 Unauthorized": "no token that is accepted: set HF_TOKEN, or run `hf auth login`",
-    "ExpiredToken": "the credentials have expired",
-    "redirect": "another region has the bucket: set AWS_REGION",
-    "dns error": "the host is unknown",
-    "refused": "nobody listens there",
-    "Timeout": "no answer in time",
-    "SlowDown": "the store is too busy",
-    "429 Too Many": "the store is too busy",
-}
-_NO_ANSWER = (
-    *("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5"),
-    *("ConnectError", "Server error", "429 Too Many"),
-)
-
-
-def explain(url: str, error: Exception) -> BucketError:
-    """Return an error of a client as one line with its cause."""
-    text = f"{type(error).__name__} {error}"
-    code = text.partition("<Code>")[2].partition("</Code>")[0]
-    causes = [why for mark, why in _CAUSES.items() if mark in text]
-    causes.append(str(error).strip().partition("\n")[0].rpartition(" - ")[2])
-    kind = Unreachable if any(mark in text for mark in _NO_ANSWER) else BucketError
-    return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
 
 
 def check(url: str, exclusive: bool = False, patience: float = 5) -> None:

@@ -41,7 +41,7 @@ class HubBucket(Bucket):
             logging.set_verbosity_error()  # each try that fails would be a line
         os.environ.setdefault(_RETRIES, "2")
 
-    def explained(self) -> Any:
+    def explained(self, key: str = "") -> Any:
         return _explained(self.url)
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:

@@ -1,0 +1,71 @@
+"""The section of checkpoints: where and when a run saves, and what it loads."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titanlite.config.section import Natural, NonNegative, Only, Positive, Seconds, Section
+
+_UPLOADS = Only("checkpoint.enable", "checkpoints on s3, gs or az")
+
+
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    only = Only("checkpoint.enable")
+    enable: bool = False
+    """Save checkpoints, and resume from them."""
+    folder: str = "checkpoint"
+    """Folder inside job.dump_folder, or URL (s3://, gs:// or az://BUCKET/FOLDER)."""
+    interval: Literal["auto"] | Positive = 500
+    """Steps between checkpoints. "auto": the time that loses least, by the cost of a save here and
+    fault.mtbf_hours, checked at logged steps."""
+    interval_minutes: NonNegative = 0
+    """Most minutes between checkpoints, checked at logged steps; 0 is no limit."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: block until written; async: copy, then write in the background;
+    async_with_pinned_mem: also copy in the background, into page-locked memory, before the next
+    optimizer step (GPU only)."""
+    keep_latest_k: Natural = 10
+    """Checkpoints to keep that can be resumed; 0 keeps all."""
+    keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
+    """Keep checkpoints at multiples of this step forever; 0 keeps none."""
+    mirror: str = ""
+    """URL (s3://, gs://, az://, hf://buckets/) that gets each checkpoint too, in the background."""
+    mirror_keep_latest_k: Annotated[Natural, Only("checkpoint.enable", "checkpoint.mirror")] = 10
+    """Checkpoints to keep in the mirror, besides those of keep_every; 0 keeps all."""
+    upload_parallel: Annotated[Positive, _UPLOADS] = 4
+    """Parts that a rank sends to a store at once."""
+    part_mib: Annotated[int, Field(ge=5, le=5120), _UPLOADS] = 64
+    """MiB of a part; more where a file would have above 9,000."""
+    stall_timeout_seconds: Annotated[Seconds, _UPLOADS] = 120
+    """A part without an answer for so long is sent again, so upload_parallel x part_mib must pass
+    within it."""
+    load_step: Annotated[Literal[-1] | Natural, Only()] = -1
+    """Step to resume from; -1 means the latest complete checkpoint."""
+    initial_load_path: Annotated[str, Only()] = ""
+    """Checkpoint to start from if there is none to resume; also a URL."""
+    initial_load_in_hf: Annotated[bool, Only()] = False
+    """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
+    reads it."""
+    initial_load_model_only: Annotated[bool, Only("checkpoint.initial_load_path")] = True
+    """Load only the weights from initial_load_path."""
+    exclude_from_loading: Annotated[list[str], Only("checkpoint.enable or initial_load_path")] = []
+    """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or
+    a field of the model, "model.overrides.rope_theta"), or "data" for the position in the data."""
+    last_save_model_only: bool = False
+    """Save only the weights in the last checkpoint."""
+    last_save_in_hf: Annotated[bool, Only()] = False
+    """Also write the last weights in Hugging Face's format, to hf-step-N next to the
+    checkpoints.
+    """
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights exported by last_save_in_hf or `titanlite checkpoint export`."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What a failed save, or a disk without room for metrics, does: stop the run, or warn and
+    continue.
+    """
+    verify_on_load: Annotated[Literal["full", "sizes"], Only("a checkpoint to verify")] = "full"
+    """Checks before loading: checksums of all files, or sizes and the checksums of small files."""

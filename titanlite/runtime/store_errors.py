@@ -1,0 +1,51 @@
+"""What a store refused or did not answer, as one line with its cause."""
+
+import re
+
+from titanlite.errors import FAILED, UserError
+
+
+class BucketError(UserError):
+    """A request that a store refused."""
+
+
+class Unreachable(BucketError):
+    """A request that a store did not answer, which is no mistake of the user."""
+
+    code = FAILED
+
+
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_CAUSES = {
+    **dict.fromkeys(NO_BUCKET, "there is no such bucket"),
+    "BucketNotFound": "there is no such bucket, or not for this token",
+    "OfflineMode": "HF_HUB_OFFLINE is set",
+    **dict.fromkeys(
+        ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
+    ),
+    "Unauthenticated": "the credentials were not accepted",
+    "401 Unauthorized": "no token that is accepted: set HF_TOKEN, or run `hf auth login`",
+    "ExpiredToken": "the credentials have expired",
+    "redirect": "another region has the bucket: set AWS_REGION",
+    "dns error": "the host is unknown",
+    "refused": "nobody listens there",
+    "Timeout": "no answer in time",
+    "SlowDown": "the store is too busy",
+    "429 Too Many": "the store is too busy",
+}
+_NO_ANSWER = (
+    *("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5"),
+    *("ConnectError", "Server error", "429 Too Many"),
+)
+
+
+def explain(url: str, error: Exception) -> BucketError:
+    """Return an error of a client as one line with its cause."""
+    text = f"{type(error).__name__} {error}"
+    if part := re.search(r"[?&]partNumber=(\d+)", text):
+        url += f", part {part[1]}"
+    code = text.partition("<Code>")[2].partition("</Code>")[0]
+    causes = [why for mark, why in _CAUSES.items() if mark in text]
+    causes.append(str(error).strip().partition("\n")[0].rpartition(" - ")[2])
+    kind = Unreachable if any(mark in text for mark in _NO_ANSWER) else BucketError
+    return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
