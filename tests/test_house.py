@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_064}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_185}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -70,7 +70,7 @@ object stores: 5,045 of 5,000, for the mirror and copies; 2,500 more for token s
 cache is shared by processes; 3,060 more for checkpoint.folder there, of which the lease has 560,
 the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Hugging Face's
 hub, of which 200 for export and diff of URLs; 450 for the bounds of an upload (parts in flight, of
-which size, and the stall of one, as three keys).
+which size, and the stall of one, as three keys) and for servers that do not answer by range.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.
 optimizer state on a disk: 1,572 of 1,300 (NVMe): 1,218 for the file and its stream, 140 for the

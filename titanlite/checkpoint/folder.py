@@ -13,7 +13,7 @@ from titanlite.checkpoint import cleanup, commit, status, transfer
 from titanlite.checkpoint.lease import Lease, holder_on
 from titanlite.checkpoint.manifest import Base, committed, step_folder
 from titanlite.checkpoint.mirror import Mirror
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.shared import require_shared
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job

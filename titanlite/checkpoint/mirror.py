@@ -36,7 +36,8 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.resume import Resume, checkpoint_root
+from titanlite.checkpoint.resume import Resume
+from titanlite.checkpoint.root import checkpoint_root, store_of
 from titanlite.checkpoint.status import MIRRORED
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
@@ -63,7 +64,7 @@ class Mirror:
         self._outer = Path(config.job.dump_folder)
         self._local = checkpoint_root(config)
         self._log = log
-        self.root = transfer.store_of(config, self._settings.mirror)
+        self.root = store_of(config, self._settings.mirror)
         group = dist.new_group(backend="gloo", timeout=_LONGEST)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group

@@ -15,9 +15,7 @@ from titanlite.checkpoint.manifest import (
     read_document,
 )
 from titanlite.checkpoint.rules import batch_changes, excluded
-from titanlite.checkpoint.transfer import store_of
 from titanlite.config.job import Job
-from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
@@ -146,11 +144,3 @@ def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     with suppress(UserError):
         return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
     return {}
-
-
-def checkpoint_root(config: JobConfig) -> Path:
-    folder = config.checkpoint.folder
-    if "://" not in folder:
-        return Path(config.job.dump_folder, folder)
-    # Before the other ranks give up: the error names the object.
-    return store_of(config, folder, 0.9 * config.comm.checkpoint_timeout_seconds)

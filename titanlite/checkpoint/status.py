@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import (
     latest_complete,
     step_folder,
 )
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
 from titanlite.observe.run_folder import archive_previous_files

@@ -6,7 +6,6 @@ A step is there exactly when its manifest is. No torch.
 import fcntl
 import hashlib
 import logging
-import math
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,26 +24,16 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.config.schema import JobConfig
 from titanlite.errors import some_of
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, Uploads, is_remote, place
+from titanlite.runtime.bucket import BucketError, is_remote
 
 ASIDE = f"{MANIFEST}.aside"
 """The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
 object brings it back."""
 LATEST = "latest"
 _IN_USE = ".in-use"
-
-
-def store_of(config: JobConfig, url: str, limit: float = math.inf) -> Path:
-    """Return a place to save into, with the config's bounds of an upload."""
-    given = config.checkpoint
-    uploads = Uploads(
-        given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds, limit
-    )
-    return place(url, uploads=uploads)
 
 
 def steps(root: Path) -> list[int]:

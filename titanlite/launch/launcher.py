@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.checkpoint import status
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.options import KeysHelp

@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.checkpoint.resume import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
@@ -262,7 +262,8 @@ def _check_mirror(config: JobConfig) -> None:
     if not settings.enable or not settings.mirror:
         return
     try:
-        in_own_process("titanlite.runtime.bucket", settings.mirror)
+        if warning := in_own_process("titanlite.runtime.bucket", settings.mirror):
+            say(f"titanlite: checkpoint.mirror: {warning}")
     except BucketError as error:
         line = f"checkpoint.mirror: {error}"
         if not (isinstance(error, Unreachable) and committed(checkpoint_root(config))):

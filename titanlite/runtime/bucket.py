@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import OK, print_notice
-from titanlite.runtime.store_errors import NO_BUCKET, BucketError, Unreachable, explain
+from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
 
 _PATIENCE_SECONDS: float = 60
 _TIMEOUT: float = 30  # of one request; less than the time of retries, or a stall is never retried
@@ -162,7 +162,13 @@ class Bucket:
                 yield found.bytes()
                 return
         del found  # nothing of it is read
-        yield from self.in_ranges(key, size, tag)
+        try:
+            yield from self.in_ranges(key, size, tag)
+        except BucketError as error:
+            if WHOLE not in error.why:
+                raise
+            with self.explained(key):
+                yield from self.call("get", key).stream()
 
     def in_ranges(self, key: str, size: int, tag: str | None = None) -> Iterator[bytes]:
         """Yield the content of an object in pieces."""
@@ -333,28 +339,38 @@ def _has(*names: str) -> bool:
     return any(os.environ.get(name) for name in names)
 
 
-def check(url: str, exclusive: bool = False, patience: float = 5) -> None:
-    """Raise unless this process may list, write and delete there, and unless the store can refuse a
-    second writer, if it must.
+def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
+    """Raise unless this process may list, write, read and delete there, and unless the store can
+    refuse a second writer, if it must; return a warning, or nothing.
     """
     root: Any = place(url, patience)
     probe = root / f".probe-{uuid4().hex}"
-    what = "list"
+    warning, what = "", "list"
     try:
         root.is_dir()
         what = "write"
         probe.bucket.put(probe.key, [b"titanlite"], 0)
+        overwrites = False
         for tag in ["create", {"e_tag": '"0"', "version": "0"}] * exclusive:
-            if probe.bucket.put_if(probe.key, uuid4().bytes, tag):
-                raise BucketError(
-                    f"{url}: the store overwrites what it was asked to keep, so that two runs "
-                    "would mix there; legal: a folder, with it as checkpoint.mirror"
-                )
+            overwrites |= probe.bucket.put_if(probe.key, uuid4().bytes, tag) is not None
+        what = "read"
+        try:
+            probe.bucket.read_range(probe.key, 1, 2)
+        except BucketError as error:
+            if WHOLE not in error.why:
+                raise
+            warning = f"{error}, so that a large file is read in one request of {_TIMEOUT} s"
         what = "delete"
         probe.unlink()
     except BucketError as error:
         error.why += f" (asked to {what})"
         raise
+    if overwrites:
+        raise BucketError(
+            f"{url}: the store overwrites what it was asked to keep, so that two runs "
+            "would mix there; legal: a folder, with it as checkpoint.mirror"
+        )
+    return warning
 
 
 def in_own_process(module: str, *arguments: str) -> str:

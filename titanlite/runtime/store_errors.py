@@ -15,6 +15,7 @@ class Unreachable(BucketError):
     code = FAILED
 
 
+WHOLE = "the store answers a range with the whole object"
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _CAUSES = {
     **dict.fromkeys(NO_BUCKET, "there is no such bucket"),
@@ -30,6 +31,8 @@ _CAUSES = {
     "dns error": "the host is unknown",
     "refused": "nobody listens there",
     "Timeout": "no answer in time",
+    "non-partial response": WHOLE,
+    "BadDigest": "the bytes were damaged on the way",
     "SlowDown": "the store is too busy",
     "429 Too Many": "the store is too busy",
 }

@@ -27,7 +27,8 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.resume import Resume, checkpoint_root, saved_model
+from titanlite.checkpoint.resume import Resume, saved_model
+from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.transfer import copy_files, fetched, flat_manifest
 from titanlite.config.job import Job, job_from
