@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
@@ -47,6 +48,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
 """Keys of classes whose default config makes no model."""
+DECODER = {"is_decoder": True, "is_encoder_decoder": False}
+"""With these, a class of an encoder, or of an encoder and a decoder, is a decoder alone."""
 BOUND = 1e-5
 """Of a parameter after four steps in float32; scans and norms inside a class are in float32 too."""
 
@@ -73,15 +76,19 @@ def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, to
 
 def small_overrides(kind: str) -> dict[str, Any]:
     """Return the keys of a class's config.json that make it small."""
+    from transformers import CONFIG_MAPPING
+
     from titanlite.models.transformers import flavor_of
     from titanlite.models.transformers.model import config_of
     from titanlite.models.transformers.probe import small_config
 
-    config = config_of(flavor_of({"model_type": kind}))
+    declared = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+    decoder = {k: v for k, v in DECODER.items() if declared.get(k) is not v and k in declared}
+    config = config_of(flavor_of({"model_type": kind, **decoder}))
     default = config.to_dict()
     small = small_config(config)
     changed = {key: value for key, value in small.items() if value != default.get(key)}
-    changed |= NEEDED.get(kind, {})
+    changed |= decoder | NEEDED.get(kind, {})
     return json.loads(json.dumps(changed).replace(": null", ': "none"'))
 
 

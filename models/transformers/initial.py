@@ -26,13 +26,17 @@ Write = tuple[str, float, str]
 def recorded(model: Any) -> tuple[dict[str, Init], list[str]]:
     """Return the initial values of every parameter, and why some are not known."""
     writes = _watch(model)
-    redraw = lru_cache(maxsize=1)(partial(_redrawn, model))
+    redrawn = lru_cache(maxsize=1)(partial(_redrawn, model))
     found: dict[str, Init] = {}
     faults: list[str] = []
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         history = writes.get(name)
         if not history:
-            faults.append(f"{name}: set when the class is built, which has no memory then")
+            built = getattr(parameter, "built", None)
+            if built is None or parameter._version:  # or changed later
+                faults.append(f"{name}: drawn or left unset when the class is built")
+            else:
+                found[name] = Init(edit=partial(_copy, built))
             continue
         kind, value, owner = history[-1]
         if kind == "normal":
@@ -43,7 +47,7 @@ def recorded(model: Any) -> tuple[dict[str, Init], list[str]]:
             found[name] = Init(std=history[-2][1], edit=partial(_zero_row, int(value)))
         else:
             key = name.removeprefix(f"{owner}.")
-            found[name] = Init(edit=partial(_copy, redraw, owner, key))
+            found[name] = Init(edit=partial(_redraw, redrawn, owner, key))
     return found, faults
 
 
@@ -129,8 +133,14 @@ def _zero_row(row: int, local: Tensor, offset: tuple[int, ...], seed: int) -> No
         local[row - offset[0]] = 0
 
 
-def _copy(
-    redraw: Callable[[str, int], dict[str, Tensor]],
+def _copy(whole: Tensor, local: Tensor, offset: tuple[int, ...], seed: int) -> None:
+    """Copy a shard's part of a parameter."""
+    bounds = zip(offset, local.shape, strict=True)
+    local.copy_(whole[tuple(slice(start, start + size) for start, size in bounds)])
+
+
+def _redraw(
+    redrawn: Callable[[str, int], dict[str, Tensor]],
     owner: str,
     key: str,
     local: Tensor,
@@ -138,9 +148,7 @@ def _copy(
     seed: int,
 ) -> None:
     """Copy a shard's part of what the class gives a module of its own."""
-    whole = redraw(owner, seed)[key]
-    bounds = zip(offset, local.shape, strict=True)
-    local.copy_(whole[tuple(slice(start, start + size) for start, size in bounds)])
+    _copy(redrawn(owner, seed)[key], local, offset, seed)
 
 
 def _redrawn(model: Any, owner: str, seed: int) -> dict[str, Tensor]:
@@ -150,5 +158,5 @@ def _redrawn(model: Any, owner: str, seed: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         for child in reversed([*module.modules()]):
-            model._init_weights(child)
+            model.base_model._init_weights(child)
     return dict(module.named_parameters())

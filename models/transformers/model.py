@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -37,7 +38,9 @@ from titanlite.registry import ModelDims, Rule
 _IGNORED = ("_*", "auto_map", "*transformers*", "unsloth*", "model_max_length")
 """Keys of a config.json that no class reads."""
 _MOST_KEPT = 1 << 16
-"""Elements of a buffer that is kept as it was built."""
+"""Elements of a tensor that is kept as it was built."""
+_NO_VALUE = re.compile("(new_)?(empty|normal|uniform|bernoulli|randn?)(_like|_strided)?_?")
+"""Functions whose results are drawn, or left unset."""
 transformers.logging.set_verbosity_error()
 
 
@@ -112,7 +115,7 @@ def build(flavor: Any, positions: int) -> nn.Module:
     make = partial(
         AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=False
     )
-    with _values_of_buffers():
+    with values_as_built():
         try:
             model = make(attn_implementation="sdpa")
         except ValueError as error:
@@ -137,13 +140,16 @@ def build(flavor: Any, positions: int) -> nn.Module:
 
 
 @contextmanager
-def _values_of_buffers() -> Iterator[None]:
-    """Build a model that is without memory with the values of its buffers."""
+def values_as_built() -> Iterator[None]:
+    """Build a model without memory, but with the values of its buffers and small parameters."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            built = parameter.detach()
+            parameter = nn.Parameter(built.to("meta"), parameter.requires_grad)
+            if built.numel() <= _MOST_KEPT and not built.isnan().any():
+                parameter.built = built  # type: ignore[attr-defined]
         register(self, name, parameter)
 
     if torch.get_default_device().type != "meta":
@@ -151,10 +157,21 @@ def _values_of_buffers() -> Iterator[None]:
         return
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _NoValues():
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _NoValues(TorchFunctionMode):
+    """Make NaN of small results that are no values: drawn, or left unset."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_none = _NO_VALUE.fullmatch(getattr(func, "__name__", ""))
+        if is_none and result.is_floating_point() and result.numel() <= _MOST_KEPT:
+            result.detach().fill_(float("nan"))
+        return result
 
 
 def forward(
@@ -226,7 +243,7 @@ def _reset(model: Any, module: nn.Module, built: dict[str, Tensor]) -> None:
     own: list[Any] = [*module.parameters(recurse=False)]
     for parameter in own:
         parameter._is_hf_initialized = True
-    model._init_weights(module)
+    model.base_model._init_weights(module)  # some read what only the inner model has
     for parameter in own:
         del parameter._is_hf_initialized
     if any(type(buffer) is not Tensor for buffer in module.buffers(recurse=False)):
@@ -266,7 +283,9 @@ def layout_of(model: Any) -> dict[str, Any]:
     tables, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head:
-            after.append(name)
+            above = name.rpartition(".")[0]
+            own = model.get_submodule(above).parameters(recurse=False)  # BERT's bias is in both
+            after.append(name if {*head.parameters()}.isdisjoint(own) else above)
         elif module is tables and name not in before:
             before.append(name)
     return {"blocks": path, "before": tuple(before), "after": tuple(after)}

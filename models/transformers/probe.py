@@ -26,7 +26,7 @@ from titanlite.models.transformers.model import build, config_of, layout_of
 _SMALL = {
     64: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim embed_dim",
     128: "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff max_position_embeddings "
-    "n_positions shared_expert_intermediate_size shared_intermediate_size",
+    "n_positions shared_expert_intermediate_size shared_intermediate_size decoder_ffn_dim",
     256: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     32: "moe_intermediate_size mamba_d_head",
     16: "head_dim global_head_dim q_lora_rank kv_lora_rank v_head_dim qk_head_dim sliding_window "
@@ -35,13 +35,24 @@ _SMALL = {
     8: "num_heads qk_rope_head_dim qk_nope_head_dim state_size mamba_d_state ssm_state_size",
     4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
     "num_local_experts num_experts n_routed_experts moe_num_experts mamba_n_heads "
-    "linear_num_value_heads",
+    "linear_num_value_heads decoder_layers num_decoder_layers decoder_attention_heads "
+    "num_decoder_attention_heads encoder_attention_heads",
     2: "num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk moe_k "
     "linear_num_key_heads n_groups mamba_n_groups top_k_experts",
     1: "n_group topk_group first_k_dense_replace n_shared_experts",
     0: "num_kv_shared_layers",
 }
-_GIVEN = {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16, "num_key_value_heads": 4}
+_GIVEN = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
 """For keys that are null: of some classes the default config does not make a model."""
 _DEPTHS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
 _SIZES = {key: size for size, keys in _SMALL.items() for key in keys.split()}
@@ -65,7 +76,7 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = shrunk(value)
         elif isinstance(value, list | tuple) and depth and len(value) == depth:
             later = [each for each in value[4:] if each not in value[:4]]
-            small[key] = [*value[:3], *[*later, value[3]][:1]]  # one of another kind
+            small[key] = [*value[:3], *[*later, *value[3:]][:1]]  # one of another kind
         elif key == "attention_types":
             small[key] = [[value[0][0], 4 // len(value[0][0])]]
         elif value is None and key in _GIVEN:
@@ -82,6 +93,8 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
         small["num_key_value_heads"] = small["num_attention_heads"]
         if values.get("head_dim") == values["qk_rope_head_dim"]:
             small["head_dim"] = small["qk_rope_head_dim"]
+    if small.get("mamba_d_ssm"):
+        small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
     return small
 
 
@@ -96,7 +109,7 @@ def small_config(config: Any) -> dict[str, Any]:
 @lru_cache
 def probe(values: str) -> dict[str, str]:
     """Return the answers by question: "yes", or the difference seen."""
-    content = f"1 {transformers.__version__} {torch.__version__} {values}"
+    content = f"2 {transformers.__version__} {torch.__version__} {values}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = base / f"titanlite/classes/{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.jobs import QUIET, job, relative_error, run_to_end
 from tests.lanes import sample
@@ -27,7 +27,9 @@ from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
 from titanlite.models.transformers import flavor_of
-from titanlite.models.transformers.model import build, config_of
+from titanlite.models.transformers.initial import recorded
+from titanlite.models.transformers.model import build, config_of, values_as_built
+from titanlite.models.transformers.probe import shrunk, small_config
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.parallel.init import allocate, materialize
@@ -61,6 +63,10 @@ def of(flavor: str) -> list[str]:
         return [*THEIRS, f"--model.flavor={flavor}"]
     keys = f"model_type={flavor} {SIZES} {CLASSES[flavor]}".split()
     return [*THEIRS, *(f"--model.overrides.{key}" for key in keys)]
+
+
+def small(kind: str) -> Any:
+    return flavor_of(small_config(config_of(flavor_of({"model_type": kind}))))
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any], error: float) -> None:
@@ -309,19 +315,76 @@ def test_a_tied_embedding_inside_another_module_is_gathered_before_the_blocks():
     assert found.after == ("model.final_norm", "decoder")
 
 
-def test_buffers_that_a_class_sets_when_it_is_built_have_their_values():
-    """Falcon H1's multipliers, which its `_init_weights` does not know."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
-    sizes |= {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-    config = flavor_of({"model_type": "falcon_h1", **sizes})
+def test_an_output_whose_bias_has_two_owners_is_gathered_with_both():
+    """BERT's is a parameter of the output layer and of the module around it."""
+    spec = get_model("transformers")
+    config = spec.configure("hf", {"model_type": "bert", "is_decoder": True, **SMALL_BERT})
+    assert spec.of(config).after == ("cls.predictions",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"), [("falcon_h1", "mup_vector"), ("gemma3n_text", "per_layer_input_scale")]
+)
+def test_buffers_that_a_class_sets_when_it_is_built_have_their_values(kind, buffer):
+    """Falcon H1's multipliers, which its `_init_weights` does not know, and Gemma 3n's scales,
+    which that of the model inside the class knows."""
+    config = small(kind)
     model, _ = build_meta_model(get_model("transformers"), config, 8)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     allocate(model, torch.device("cpu"))
     found, expected = dict(model.named_buffers()), dict(build(config, 8).named_buffers())
-    assert any(name.endswith("mup_vector") for name in found)
-    for name, buffer in expected.items():
-        assert torch.equal(found[name], buffer), name
+    assert any(name.endswith(buffer) for name in found)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_small_parameter_keeps_the_value_that_it_is_built_with():
+    """Apertus' activations have two."""
+    config = small("apertus")
+    model, table = build_meta_model(get_model("transformers"), config, 8)
+    materialize(model, table, 0, torch.device("cpu"))
+    found = dict(model.named_parameters())
+    expected = {name: each for name, each in build(config, 8).named_parameters() if "alpha" in name}
+    assert len(expected) == 8 and all(each.ne(0).all() for each in expected.values())
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Odd(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.known = torch.nn.Parameter(torch.arange(3.0))
+        self.filled = torch.nn.Parameter(torch.empty(3).fill_(0.5))
+        self.unset = torch.nn.Parameter(torch.empty(3))
+        self.drawn = torch.nn.Parameter(torch.randn(3))
+        self.like = torch.nn.Parameter(torch.rand_like(torch.zeros(3)))
+        self.in_place = torch.nn.Parameter(torch.zeros(3).uniform_())
+        self.later = torch.nn.Parameter(torch.zeros(3))
+        torch.nn.init.normal_(self.later)
+        self.large = torch.nn.Parameter(torch.zeros(1 << 17))
+
+
+def test_what_a_class_draws_or_leaves_unset_when_it_is_built_is_no_value():
+    """Every rank would have another one."""
+    with torch.device("meta"), values_as_built():
+        model = Odd(config_of(small("llama")))
+    initial, faults = recorded(model)
+    found = {fault.partition(":")[0] for fault in faults}
+    assert found == {"unset", "drawn", "like", "in_place", "later", "large"}
+    for name, expected in (("known", [1.0, 2.0]), ("filled", [0.5, 0.5])):
+        shard = torch.zeros(2)
+        initial[name].edit(shard, (1,), 0)
+        assert shard.tolist() == expected
+
+
+def test_a_small_instance_has_as_many_kinds_of_layers_as_layers():
+    for layers, expected in (
+        (["a", "b"], ["a", "b"]),
+        ([*"abaabc"], [*"abac"]),
+        ([*"a" * 5], [*"aaaa"]),
+    ):
+        given = {"num_hidden_layers": len(layers), "layer_types": layers}
+        assert shrunk(given) == {"num_hidden_layers": len(expected), "layer_types": expected}
 
 
 def test_documents_are_kept_apart_as_if_each_were_alone():
