@@ -372,17 +372,14 @@ def test_what_a_class_draws_or_leaves_unset_when_it_is_built_is_no_value():
     found = {fault.partition(":")[0] for fault in faults}
     assert found == {"unset", "drawn", "like", "in_place", "later", "large"}
     for name, expected in (("known", [1.0, 2.0]), ("filled", [0.5, 0.5])):
-        shard = torch.zeros(2)
-        initial[name].edit(shard, (1,), 0)
+        shard, edit = torch.zeros(2), initial[name].edit
+        assert edit
+        edit(shard, (1,), 0)
         assert shard.tolist() == expected
 
 
 def test_a_small_instance_has_as_many_kinds_of_layers_as_layers():
-    for layers, expected in (
-        (["a", "b"], ["a", "b"]),
-        ([*"abaabc"], [*"abac"]),
-        ([*"a" * 5], [*"aaaa"]),
-    ):
+    for layers, expected in (([*"ab"], [*"ab"]), ([*"abaabc"], [*"abac"])):
         given = {"num_hidden_layers": len(layers), "layer_types": layers}
         assert shrunk(given) == {"num_hidden_layers": len(expected), "layer_types": expected}
 
