@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.saved import SAVING, run_until
+from tests.checkpoint.test_load import plant
 from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest
@@ -57,10 +58,15 @@ def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
 
 def test_a_committed_step_is_never_written_into(saved, tool, url, tmp_path):
     assert tool("cp", saved, url)[0] == 0
+    step = saved / "checkpoint/step-2"
     assert tool("cp", saved, url) == (
-        2,
-        f"titanlite: {url}/step-2 exists; name another folder\n",
+        0,
+        f"{step} is in {url}/step-2 already, by its manifest and sizes\n",
     )
+    other = shutil.copytree(step, tmp_path / "step-2")
+    plant(other, "config.toml", b"# other\n")
+    code, out = tool("cp", other, url)
+    assert code == 2 and f"{url}/step-2 exists, and is no copy of {other}; name another" in out
 
 
 def test_a_copy_that_fails_leaves_no_step(saved, tool, url, proxy):

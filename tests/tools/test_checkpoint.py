@@ -106,6 +106,32 @@ def test_verify_reads_every_byte(run, tool):
     assert tool("checkpoint", "verify", run / "checkpoint/step-2")[0] == 0
 
 
+def test_help_says_whether_all_checkpoints_of_a_folder_are_taken_or_the_latest(tool):
+    for verb in ("ls", "verify", "show", "export", "cp"):
+        out = " ".join(tool("checkpoint", verb, "--help")[1].split())
+        assert ("or all of a folder" in out) == (verb in ("ls", "verify"))
+        assert ("or the latest complete one of a folder" in out) == (verb not in ("ls", "verify"))
+        assert ("; default: outputs" in out) == (verb == "ls")
+
+
+def test_a_copy_that_is_there_is_success_and_another_step_of_its_number_is_kept(run, tool):
+    step, copies = run / "checkpoint/step-2", run / "copies"
+    code, out = tool("checkpoint", "cp", step, copies)
+    assert code == 0 and out.endswith("verified\n")
+    written = (copies / "step-2").stat().st_ino
+    code, out = tool("checkpoint", "cp", step, copies)
+    assert code == 0 and out == f"{step} is in {copies}/step-2 already, by its manifest and sizes\n"
+    content = (step / "config.toml").read_bytes()
+    plant(step, "config.toml", content + b"# another\n")
+    refused = f"{copies}/step-2 exists, and is no copy of {step}; name another folder"
+    assert tool("checkpoint", "cp", step, copies) == (2, f"titanlite: {refused}\n")
+    plant(step, "config.toml", content)
+    assert tool("checkpoint", "cp", step, copies)[0] == 0
+    os.truncate(copies / "step-2/rank-1.safetensors", 5)
+    assert tool("checkpoint", "cp", step, copies) == (2, f"titanlite: {refused}\n")
+    assert (copies / "step-2").stat().st_ino == written
+
+
 def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
     shutil.copytree(run / "checkpoint/step-2", run / "checkpoint/step-9")
     said = f"{run}/checkpoint/step-9: a copy of step 2 under another name"
@@ -300,8 +326,11 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     left.mkdir()
     foreign.mkdir()
     code, out = tool("checkpoint", "export", saved, tmp_path / "hf")
-    assert code == 0, out
+    assert code == 0 and "no tokenizer is exported: the model's tokens are bytes" in out, out
     assert {path.name for path in tmp_path.iterdir()} == {"hf", foreign.name}
+    code, out = tool("generate", "--checkpoint", tmp_path / "hf")
+    assert code == 2 and "hf is a Hugging Face folder; to make a checkpoint of it: " in out
+    assert out.endswith(f"checkpoint import {tmp_path / 'hf'} OUT\n")
     flags = [word for word in [*TINY, *MESH] if word.startswith("--model")]
     code, out = tool("checkpoint", "import", tmp_path / "hf", tmp_path / "back", *flags)
     assert code == 0 and "initial_load_path" in out
@@ -552,7 +581,7 @@ def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, too
     for step, says in (
         (2, "checksum mismatch"),
         (1, "state.json: 3 bytes"),
-        (9, "no checkpoint in"),
+        (9, "step-9 does not exist; steps there: 1, 2, 3"),
     ):
         folder = run / f"checkpoint/step-{step}"
         code, out = tool(
@@ -725,7 +754,9 @@ def test_wrong_arguments_are_named(tool, tmp_path):
         (("checkpoint", "lss"), "did you mean 'ls'?"),
         (("checkpoint", "diff", "a"), "required: B"),
         (("checkpoint", "ls", tmp_path), "no checkpoint in"),
-        (("checkpoint", "ls", tmp_path / "step-9"), "no checkpoint in"),
+        (("checkpoint", "ls", tmp_path / "step-9"), "step-9 does not exist\n"),
+        (("evaluate", "--checkpoint", tmp_path / "nowhere"), "nowhere does not exist\n"),
+        (("checkpoint", "verify", __file__), "is a file; name the checkpoint's folder\n"),
         (("checkpoint", "export", tmp_path, "x", "--fromat=hf"), "did you mean --format?"),
         (("generate", "--checkpoint"), "--checkpoint: expected one argument"),
     ):

@@ -122,10 +122,15 @@ def _copy_file(path: Path, target: Path, file: File) -> None:
 
 def begin(source: Path, target: Path) -> bool:
     """Make room for a step in a bucket; return whether it is there already."""
-    if is_complete(target) and store.read(target / MANIFEST) == flat_manifest(source):
+    if is_copy(source, target):
         return True
     remove(target)
     return False
+
+
+def is_copy(source: Path, target: Path) -> bool:
+    """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
+    return is_complete(target) and store.read(target / MANIFEST) == flat_manifest(source)
 
 
 def end(source: Path, target: Path) -> None:

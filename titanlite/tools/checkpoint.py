@@ -49,10 +49,11 @@ from titanlite.tools.load import (
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _ABOUT = (
-    "a checkpoint (…/step-N), a folder of them (its latest complete one is used), "
-    "or a run's dump folder"
+    "a checkpoint (…/step-N), or {} of a folder of them or of a run's dump folder; "
+    "also a URL (s3://, gs://, az://, hf://buckets/)"
 )
-_PLACE = (f"{_ABOUT}, or a URL of one (s3://, gs://, az://, hf://buckets/)", place)
+_PLACE = (_ABOUT.format("the latest complete one"), place)
+_ALL = _ABOUT.format("all")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -237,8 +238,11 @@ def _cp(arguments: Namespace) -> int:
     source, root = find_checkpoint(arguments.__dict__["from"]), arguments.to
     manifest = whole_manifest(source)
     target = step_folder(root, manifest.step)
+    if transfer.is_copy(source, target):
+        print(f"{source} is in {target} already, by its manifest and sizes")
+        return 0
     if store.exists(target / MANIFEST if is_remote(root) else target):
-        raise UserError(f"{target} exists; name another folder")
+        raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
     files = track_files(manifest.files.items())
     home = source / manifest.attempt
     if is_remote(root):
@@ -282,13 +286,16 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _ls,
         "list steps, size, mesh, age and state",
         "ls outputs --full",
-        {"[FOLDER]": (*_PLACE, Path("outputs")), "--full": "read every byte"},
+        {
+            "[FOLDER]": (f"{_ALL}; default: outputs", place, Path("outputs")),
+            "--full": "read every byte",
+        },
     ),
     "verify": (
         _verify,
         "read every byte; exit code 1 if a checksum differs",
         "verify outputs",
-        {"FOLDER …": _PLACE},
+        {"FOLDER …": (_ALL, place)},
     ),
     "show": (
         _show,
@@ -309,7 +316,12 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {
             "FOLDER": _PLACE,
             "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
-            "--format hf|safetensors|peft": ("default: hf, with adapters added", str, "hf"),
+            "--format hf|safetensors|peft": (
+                "hf: for transformers, with adapters added (default); safetensors: the tensors as "
+                "the checkpoint names them; peft: the adapters alone, for peft",
+                str,
+                "hf",
+            ),
             "--dtype float32|bfloat16|float16": "default: the config's checkpoint.export_dtype",
             "--tokenizer FOLDER": ("default: the run's own", str, ""),
             "--verify full|sizes": ("what to check first (default: full)", str, "full"),

@@ -30,10 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
     )
     options = {
-        "--prompt TEXT": "the text to continue",
+        "--prompt TEXT": "the text to continue (default: the run's generate.prompt)",
         "--chat": "the prompt is a user's question: put it into the chat template of the tokenizer",
-        "--tokens N": "tokens to generate",
-        "--temperature T": "sampling temperature; 0 = greedy",
+        "--tokens N": "tokens to generate (default: the run's generate.tokens)",
+        "--temperature T": "of sampling; 0 = greedy (default: the run's generate.temperature)",
         "--samples N": (samples, positive_int, 1),
         "--top-k K": ("draw from the K likeliest tokens only (default: from all)", int),
         "--top-p P": (nucleus, float, 1.0),

@@ -36,7 +36,7 @@ from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
 from titanlite.config.toml import tomllib
-from titanlite.errors import UserError, some_of
+from titanlite.errors import UserError, command_line, some_of
 from titanlite.observe.progress import track
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
@@ -143,7 +143,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
 def find_checkpoints(path: Path) -> list[Path]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
     if path.is_file():
-        raise UserError(f"{path} is a file; name the checkpoint's folder, {path.parent}")
+        raise UserError(f"{path} is a file; name the checkpoint's folder")
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
         return [path]
     for root in (path, saved_root(path), path / "checkpoint"):
@@ -153,7 +153,19 @@ def find_checkpoints(path: Path) -> list[Path]:
     for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
         if is_foreign(folder):
             raise UserError(f"{folder}: {FOREIGN}")
-    raise UserError(f"no checkpoint in {path}")
+    raise UserError(_why_none(path))
+
+
+def _why_none(path: Path) -> str:
+    """Return why a place has no checkpoint, and what may be meant."""
+    if not store.exists(path):
+        steps = committed(path.parent) if step_of(path.name) is not None else []
+        beside = f"; steps there: {', '.join(map(str, steps))}" if steps else ""
+        return f"{path} does not exist{beside}"
+    if not is_remote(path) and (path / "config.json").is_file():
+        command = command_line("titanlite", "checkpoint", "import", f"{path}", "OUT")
+        return f"{path} is a Hugging Face folder; to make a checkpoint of it: {command}"
+    return f"no checkpoint in {path}"
 
 
 def saved_root(dump_folder: Path) -> Path:
