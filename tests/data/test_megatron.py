@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from titanlite.data.packing import DOCUMENTS, LABELS, POSITIONS, TOKENS, Concatenated, Packed
 from titanlite.data.sources import open_source
@@ -86,3 +88,34 @@ def test_a_bin_of_another_size_is_one_line(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="is of 3 ids of uint16, and the .bin has 5 bytes"):
         open_source("training", "tokens", str(path), None, 300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_what_megatrons_own_builder_writes_is_read(tmp_path, dtype):
+    """Whole documents, one made item by item, an empty one, and another file's after them."""
+    theirs = pytest.importorskip(
+        "megatron.core.datasets.indexed_dataset",
+        reason="needs megatron-core: pip install --no-deps megatron-core",
+    )
+
+    def builder(name: str) -> Any:
+        return theirs.IndexedDatasetBuilder(f"{tmp_path / name}.bin", dtype=getattr(np, dtype))
+
+    other = builder("other")
+    other.add_document(torch.tensor([14, 15]), [2])
+    other.finalize(f"{tmp_path}/other.idx")
+    ours = builder("text")
+    ours.add_document(torch.tensor([5, 6, 7, 8]), [3, 1])
+    ours.add_document(torch.tensor([]), [0])
+    for item in ([9, 10], [11, 12, 13]):
+        ours.add_item(torch.tensor(item))
+    ours.end_document()
+    ours.add_index(f"{tmp_path}/other")
+    ours.finalize(f"{tmp_path}/text.idx")
+    source = open_source("training", "tokens", f"{tmp_path}/text.bin", None, 300)
+    assert source.read(0, 11).tolist() == [*range(5, 16)]
+    assert source.document_ends().tolist() == [4, 9, 11]
+    found = [(tmp_path / name).read_bytes() for name in ("text.bin", "text.idx")]
+    write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10], [11, 12, 13]], [[14, 15]]], dtype)
+    assert found == [(tmp_path / name).read_bytes() for name in ("text.bin", "text.idx")]

@@ -5,6 +5,7 @@ named.
 from __future__ import annotations
 
 import gzip
+import importlib
 import pickle
 from pathlib import Path
 
@@ -103,3 +104,28 @@ def test_a_table_that_is_none_is_one_line_before_anything_starts(tmp_path, capsy
     error = capsys.readouterr().err
     assert "part-0.csv.gz" in error and named in error
     assert "Traceback" not in error and "nothing was started" in error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_what_dolmas_own_writer_writes_is_read(tmp_path, dtype):
+    writer = pytest.importorskip(
+        "dolma.tokenizer.memmap_writer",
+        reason="needs dolma, whose numpy is older: pip install --no-deps dolma==1.2.1 anyascii "
+        "fasttext msgspec necessary nltk omegaconf requirements-parser smart_open uniseg zstandard",
+    )
+    types = importlib.import_module("dolma.tokenizer.data_types")
+    with writer.MemmapWriter(str(tmp_path / "part-0"), np.dtype(dtype), max_tokens=100) as theirs:
+        for number, tokens in enumerate(DOCUMENTS_OF):
+            row = types.TokenizerOutput.from_tokens(
+                f"doc, {number}", "./a.jsonl.gz", number, tokens
+            )
+            assert theirs.write(row)
+    settings = Dataloader(token_dtype=dtype)
+    source = open_source("training", "tokens", str(tmp_path), None, 300, "text", settings)
+    assert source.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert source.document_ends().tolist() == [4, 9]
+    ids, table = (tmp_path / name for name in ("part-0.npy", "part-0.csv.gz"))
+    found = ids.read_bytes(), gzip.decompress(table.read_bytes())
+    write(tmp_path, DOCUMENTS_OF, dtype)
+    assert found == (ids.read_bytes(), gzip.decompress(table.read_bytes()))
