@@ -47,7 +47,11 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
         "--parallelism.context_parallel_rotate_method=ulysses",
         FLAGS,
     ),
-    "FSDP x expert parallel": (4, MOE, FLAGS | dict.fromkeys(READS, 4)),
+    "FSDP x expert parallel": (
+        4,
+        f"{MOE} --parallelism.fsdp_forward_prefetch=1",
+        FLAGS | dict.fromkeys(READS, 4),
+    ),
     "expert parallel, recomputed": (
         2,
         f"{MOE} --activation_checkpoint.mode=full",
@@ -55,8 +59,9 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
     ),
     "1F1B": (2, PIPELINE, FLAGS),
     "Interleaved1F1B": (
-        2,
-        f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+        4,
+        f"{PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B "
+        "--parallelism.pipeline_parallel_degree=4 --model.overrides.n_layers=10",
         FLAGS,
     ),
     "ZBVZeroBubble": (
@@ -78,9 +83,12 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
         {"event": 40, "stream": 1, "H2D of pageable memory": 1},
     ),
     "Muon": (2, "--optimizer.name=Muon", FLAGS),
-    "bfloat16 state": (2, "--optimizer.state_dtype=bfloat16", FLAGS),
     "skipping": (2, f"{SKIPPING} --training.steps=6", {"event": 2}),
-    "accumulation": (2, "--training.global_batch_size=16", FLAGS),
+    "accumulation, bfloat16 state": (
+        2,
+        "--training.global_batch_size=16 --optimizer.state_dtype=bfloat16",
+        FLAGS,
+    ),
     "documents": (2, "--training.document_mask", FLAGS),
     "HSDP x tensor parallel": (
         4,
@@ -137,7 +145,7 @@ COMMUNICATORS = {
     "FSDP x context parallel": (3, 3),
     "FSDP x expert parallel": (3, 3),
     "1F1B": (2, 2),
-    "Interleaved1F1B": (4, 4),
+    "Interleaved1F1B": (6, 6),
 }
 
 
@@ -190,19 +198,10 @@ def test_groups_for_tensors_on_gpus_have_no_gloo_beside_nccl(fake_gpus, tmp_path
 
 
 @pytest.mark.long
-def test_each_edge_of_a_pipeline_has_a_communicator_and_a_stream_of_its_own(
-    train_on_gpus, tmp_path
-):
+def test_each_edge_of_a_pipeline_has_a_communicator_and_a_stream_of_its_own(train_row):
     """A send that waits for its receiver would stop all that comes after it in its stream."""
-    options = (
-        f"{STEPS} {PIPELINE} --parallelism.pipeline_parallel_schedule=Interleaved1F1B "
-        "--parallelism.pipeline_parallel_degree=4 --model.overrides.n_layers=10"
-    )
-    ran = train_on_gpus(tmp_path, 4, options.split())
-    assert ran.code == 0, ran.out
-    assert mismatches(ran.traces) == []
     senders = Counter[str]()
-    for trace in ran.traces:
+    for trace in train_row("Interleaved1F1B").traces:
         operations = trace.step(3).of("send", "receive")
         lanes = {(event.kind, event.facts["comm"]) for event in operations}
         streams = {(event.facts["comm"], event.facts["stream"]) for event in operations}
@@ -214,10 +213,9 @@ def test_each_edge_of_a_pipeline_has_a_communicator_and_a_stream_of_its_own(
 
 
 @pytest.mark.long
-def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_on_gpus, tmp_path):
+def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_row):
     """Without it they are gathered one launch before the host waits for the router's counts."""
-    options = f"{STEPS} {MOE} --parallelism.fsdp_forward_prefetch=1"
-    (trace, *_) = train_on_gpus(tmp_path, 4, options.split()).traces
+    (trace, *_) = train_row("FSDP x expert parallel").traces
     launches = gathered = 0
     between = []
     world = trace.step(3).of("collective")[0].facts["comm"]
@@ -244,12 +242,10 @@ def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
 
 SAVE = "--checkpoint.enable --checkpoint.interval=2 --checkpoint.async_mode="
 ONCE_IN_A_WHILE = {
-    "validation and a sample": "--validation.enable --validation.freq=2 --validation.steps=2 "
-    "--generate.at_end",
-    "saves": f"{SAVE}disabled",
-    "saves from page-locked memory": f"{SAVE}async_with_pinned_mem",
-    "a probe of the network and the replicas": "--fault.preflight "
-    "--parallelism.data_parallel_replicate_degree=2",
+    "validation, saves and a sample": "--validation.enable --validation.freq=2 "
+    f"--validation.steps=2 --generate.at_end {SAVE}disabled",
+    "a probe of the network and the replicas, saves from page-locked memory": "--fault.preflight "
+    f"--parallelism.data_parallel_replicate_degree=2 {SAVE}async_with_pinned_mem",
 }
 
 
