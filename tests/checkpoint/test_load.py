@@ -346,7 +346,8 @@ def test_weights_of_a_model_with_other_fields_are_refused_with_both_values(chang
         assert check_model("step-1", saved, llama3.SPEC, LLAMA, ["optimizer"]) == ["optimizer"]
         return
     with pytest.raises(
-        UserError, match="of another llama3; nothing was loaded. A new run: give another"
+        UserError,
+        match="the weights of a llama3 with other fields; nothing was loaded. To train anew, give",
     ) as caught:
         check_model("step-1", saved, llama3.SPEC, LLAMA, ["model.overrides.dim"])
     assert says in str(caught.value)

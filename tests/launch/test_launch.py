@@ -34,12 +34,14 @@ from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
-from titanlite.errors import RunFailed, UserError
+from titanlite.errors import STOPPED, RunFailed, UserError
 from titanlite.fault.status import Ended, Status, dump, parse
 from titanlite.launch import preflight
 from titanlite.launch.failure import Exit, first_failure
-from titanlite.launch.launcher import _of_another_run, _put_back
+from titanlite.launch.launcher import Launch, _end_early, _of_another_run, _put_back
+from titanlite.launch.stopping import CTRL_C
 from titanlite.runtime import lock
+from titanlite.runtime.page import EarlyExit
 from titanlite.runtime.rank_files import LAUNCHED, rank_file
 from titanlite.tools import config as config_command
 from titanlite.train.ending import describe_end
@@ -507,6 +509,35 @@ def test_files_that_no_run_wrote_are_neither_moved_nor_overwritten(tmp_path):
         tmp_path / "logs/rank-0.log"
     ).touch()  # of a run that failed before it wrote its environment.json
     assert "an earlier run's files are now in" in take_folder(given)
+
+
+def test_a_refused_folder_is_the_only_line_about_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("NGPU", "1")
+    (tmp_path / "config.toml").write_text("mine")
+    assert main(["train", *TINY, f"--job.dump_folder={tmp_path}"]) == 2
+    said = capsys.readouterr()
+    assert "which no run wrote" in said.err and "removed" not in said.out + said.err
+
+
+def test_ctrl_c_before_anything_is_written_names_no_folder(tmp_path, capsys, monkeypatch):
+    def interrupted(launch: Launch, _: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setattr(Launch, "_run", interrupted)
+    assert main(["train", *TINY, f"--job.dump_folder={tmp_path / 'none'}"]) == 130
+    line = "titanlite: stopped at step 0 of 3; nothing was written\n"
+    assert capsys.readouterr().out.endswith(line) and not (tmp_path / "none").exists()
+
+
+def test_a_stop_after_the_last_step_promises_no_further_one(tmp_path, capsys):
+    job = job_from(parse_command_line(["--config", "debug.toml"], {}), world=1, training=True)
+    steps = job.config.training.steps
+    for step, is_last in ((steps, True), (steps - 1, False)):
+        assert _end_early(job, EarlyExit(STOPPED, step, CTRL_C, 0)) == 130
+        assert ("; no step is left, but" in capsys.readouterr().out) == is_last
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from tests.jobs import TINY
 from tests.launch.run import finish, records, start, train
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.cli import main
+from titanlite.config.load import load, parse_command_line
 from titanlite.errors import command_line
 from titanlite.launch.sweep import sweep
 
@@ -60,6 +61,23 @@ def test_runs_of_a_sweep_have_names_and_a_command_that_compares_them(tmp_path):
     for words in runs.values():
         folder = words[-1].removeprefix("--job.dump_folder=")
         assert fnmatch(folder, command.split()[-3]), "the command's pattern matches it"
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "seeds"),
+    [
+        ([], "optimizer.lr=1e-3,2e-3", {0}),
+        (["--debug.seed=3"], "optimizer.lr=1e-3,2e-3", {3}),
+        ([], "debug.seed=1,2", {1, 2}),
+    ],
+)
+def test_runs_of_a_sweep_differ_in_its_key_alone(given, setting, seeds, tmp_path):
+    config = tmp_path / "mine.toml"
+    config.write_text("")  # debug.toml has a seed
+    argv = ["--config", str(config), *given, f"--job.dump_folder={tmp_path}"]
+    runs, _ = sweep(argv, [setting])
+    configs = [load(parse_command_line(words, {})).config for words in runs.values()]
+    assert {config.debug.seed for config in configs} == seeds
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
     fits, does_not = (report(plan_of(peak)).splitlines()[3] for peak in (most, most + GIB))
     assert fits.startswith("It fits without flushes of torch's cache")
     assert does_not.startswith("It may not fit without flushes of torch's cache")
-    assert "takes up to 66.00 GiB" in report(plan_of(50 * GIB))
+    assert "needs up to 66.00 GiB" in report(plan_of(50 * GIB))
 
 
 def test_the_tables_name_the_moment_the_links_and_the_days():

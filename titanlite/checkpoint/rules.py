@@ -44,9 +44,9 @@ def check_model(
     ]
     if differences:
         raise UserError(
-            f"{source} has weights of another {spec.name}; nothing was loaded. A new run: "
-            "give another job.dump_folder. These weights: list what you mean to change in "
-            f"checkpoint.exclude_from_loading:{some_of(differences)}"
+            f"{source} has the weights of a {spec.name} with other fields; nothing was loaded. "
+            "To train anew, give another job.dump_folder; to go on from these weights, list "
+            f"the fields in checkpoint.exclude_from_loading:{some_of(differences)}"
         )
     return [
         pattern

@@ -76,7 +76,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
-    values = "train once with each value, in folders of their own: optimizer.lr=1e-3,4e-3"
+    values = "train once with each value, one seed, own folders: optimizer.lr=1e-3,4e-3"
     parser.add_argument("--sweep", metavar="KEY=V,V", help=values, action="append", default=[])
     about = "list every config key, or those that mention WORD"
     parser.add_argument(
@@ -202,9 +202,7 @@ def _plan(
 
 def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
     # In the child: the workers' start does not wait for it.
-    from titanlite.planner.plan import (
-        start_lines,
-    )
+    from titanlite.planner.plan import start_lines
 
     gpu = gpu_name() if device == "cuda" else ""
     return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
@@ -340,7 +338,7 @@ class Launch:
         if verdict.early:
             return _end_early(self.job, verdict.early)
         if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back() and self.moved:
-            say(f"titanlite: {AS_IT_WAS}", sys.stderr)
+            say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
         if verdict.code == OK:
             say(describe_end(self.job.config))
         assert verdict.code is not None
@@ -351,6 +349,8 @@ class Launch:
         step = self.terminal.last_record.get("step", 0) if self.terminal else 0
         kinds = "metrics and logs" if step else "logs"
         files = f"{kinds} are in {self.folder}, {status.last_saved_message(self.job.config)}"
+        if not self.folder.exists():
+            files = "nothing was written"
         # The logs of ranks may show a hang.
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
@@ -367,7 +367,8 @@ class Launch:
 def _end_early(job: Job, early: EarlyExit) -> int:
     """Print the step of a run that ended on request; return the exit code."""
     by_ctrl_c, end = early.reason.startswith(CTRL_C), describe_stop(job.config, early)
-    again = "; the same command goes on from there" * (by_ctrl_c and "; saved: " in end)
+    goes_on = by_ctrl_c and "; saved: " in end and early.step < job.config.training.steps
+    again = "; the same command goes on from there" * goes_on
     say(f"\ntitanlite: {end}{again}")
     return INTERRUPTED if by_ctrl_c else early.code
 

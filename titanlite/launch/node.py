@@ -65,7 +65,7 @@ class Node:
         self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
         self._host = socket.gethostname()
         self._kept_at = 0.0
-        self._is_gone = False
+        self._has_logs = False
         self._old_keys: list[str] = []
         """Of attempts that are over, on node 0."""
         if nodes.count > 1:
@@ -193,8 +193,8 @@ class Node:
             beats |= status.beats
         file = Path(self._config.job.dump_folder, "logs", RANKS)
         with suppress(OSError):
-            if not file.parent.exists() and not self._is_gone:
-                self._is_gone = True
+            had_logs, self._has_logs = self._has_logs, file.parent.exists()
+            if had_logs and not self._has_logs:
                 say(f"titanlite: {file.parent} was removed; nothing more is written or shown")
             draft = file.with_suffix(".new")
             draft.write_text(json.dumps(beats, default=vars), encoding="utf-8")

@@ -29,6 +29,8 @@ def sweep(argv: list[str], settings: list[str]) -> tuple[dict[str, list[str]], s
         own = f"{key}={value}"
         name = own.replace("/", "_")
         words = runs[f"{key} = {value}"] = [*argv, f"--{own}", f"--job.dump_folder={folder / name}"]
+        if config.debug.seed is None and key != "debug.seed":  # the runs differ in the key alone
+            words.append("--debug.seed=0")
         if mirror := config.checkpoint.mirror:
             words.append(f"--checkpoint.mirror={mirror}/{name}")
         if status.in_bucket(config):

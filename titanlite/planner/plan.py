@@ -278,6 +278,8 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
         line += f", and {format_bytes(recording.static[DISK])} on a disk"
     if memory is None:
         return line
+    if not hardware:
+        line += ", beside Python and torch"
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"
     reserve = hardware.reserve.gib if hardware else 0
     if recording.peak <= memory - reserve * GIB:

@@ -36,8 +36,8 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"{plan.recording.peak / GIB:.2f} GiB, "
         f"in {plan.recording.moment}; "
         f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}\n"
-        f"{roomy} without flushes of torch's cache: for that, "
-        f"its allocator takes up to {plan.without_flushes / GIB:.2f} GiB",
+        f"{roomy} without flushes of torch's cache, "
+        f"for which its allocator needs up to {plan.without_flushes / GIB:.2f} GiB",
     )
 
 

@@ -58,7 +58,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"<pre>{escape(summarize([record]))}</pre>",
         pictures([record], "steps"),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
-        *map(html_table, tables),
+        *(html_table(table) for table in tables if table.rows),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
     ]
     description = tomllib.loads(config).get("job", {}).get("description")

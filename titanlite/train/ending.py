@@ -45,4 +45,6 @@ def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     """Return the line of a run that stopped on request."""
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
+    if left.step == config.training.steps:
+        where += "; no step is left, but a validation or a sample may be missing"
     return f"stopped at {where}; {last_saved_message(config)}"
