@@ -18,4 +18,4 @@ files=2
 if [ "${1:-}" = --long ]; then
     files=3
 fi
-exec "$python" -m pytest -n $files --dist loadfile "$@"
+exec "$python" -m pytest -n $files --dist loadfile --no-loadscope-reorder "$@"

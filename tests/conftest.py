@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -35,6 +36,8 @@ from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E40
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
 ABORTS = Path(tempfile.gettempdir(), "titanlite-test-aborts.log")
+SLOW_FILES = {"test_tutorials", "test_first_light", "test_shards_command", "test_container"}
+"""Of few tests. They come first: the last file of a run keeps one of its processes busy alone."""
 ABORT = "abort of a rank:"
 """Begins each record in ABORTS."""
 
@@ -102,6 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         config.stash[LEFT_OUT] = len(long)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.stem not in SLOW_FILES, -tests[item.path]))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
