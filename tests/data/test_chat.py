@@ -265,7 +265,9 @@ def test_data_show_has_documents_apart_and_what_is_trained_in_brackets(tmp_path,
     assert f"{'-' * 20}\n{head}⟦how are you" in shown and "⟦ 71 78" in shown
     (tmp_path / "b.txt").write_text("abcdefgh" * 9)
     assert main(["data", "show", str(tmp_path / "b.txt"), "--training.seq_len=8", "--n=1"]) == 0
-    assert "8 of 8 trained\n" in (shown := capsys.readouterr().out) and "⟦" in shown
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("⟦like this⟧: trained, as targets; ") and not shown[1]
+    assert shown[2] == "window 0: 8 of 8 trained" and shown[4][1] == "⟦"
     np.arange(300, 400, dtype=np.uint16).tofile(tmp_path / "c.npy")
     assert main(["data", "show", str(tmp_path / "c.npy"), "--training.seq_len=4", "--n=1"]) == 0
     assert " ⟦ " in capsys.readouterr().out

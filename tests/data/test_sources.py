@@ -132,6 +132,7 @@ def test_the_fingerprint_changes_with_the_data_and_the_tokenizer(texts, assets):
 def test_a_missing_path_an_empty_folder_and_an_unknown_name_are_refused(tmp_path):
     for name, path, message in (
         ("text", str(tmp_path / "nowhere"), "there is no such folder or file"),
+        ("tokens", str(tmp_path / "nowhere"), "there is no such folder or file"),
         (
             "text",
             str(tmp_path),

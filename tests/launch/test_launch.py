@@ -133,6 +133,26 @@ def test_all_config_errors_are_named_at_once_and_nothing_is_started(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens", "chat"])
+def test_a_data_set_that_is_not_there_is_told_in_one_form_whatever_else_is_wrong(
+    kind, tmp_path, capsys
+):
+    fault = (
+        'training.dataset_path = "/nope"   (command line)\n      there is no such folder or file'
+    )
+    data = [f"--training.dataset={kind}", "--training.dataset_path=/nope"]
+    for more, head, rest in (
+        ([], "1 configuration error;", ""),
+        (["--optimizer.lr=x"], "2 configuration errors;", ""),
+        (["--job.dump_folder=/proc/x"], "1 configuration error;", "this machine can't train "),
+    ):
+        argv = ["train", *TINY, "--job.device=cpu", f"--job.dump_folder={tmp_path}", *data, *more]
+        assert main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"titanlite: {head}") and err.count("dataset_path") == 1
+        assert f"\n  {fault}\n{rest}" in err
+
+
 def test_a_config_too_large_for_this_machine_names_what_would_fit(tmp_path, capsys):
     argv = [
         "train",
@@ -784,11 +804,16 @@ def test_a_folder_without_permission_is_one_line_that_names_it(locked, command, 
 
 
 def test_a_dump_folder_where_none_can_be_made_is_refused_whatever_the_permissions_say(locked):
-    for folder in (locked / "x", locked, Path("/proc/x"), Path(__file__) / "x"):
-        with pytest.raises(
-            UserError, match=f'"{folder}": .* is not a folder that can be written to'
-        ):
+    for folder, why in (
+        (locked / "x", f"{locked} (Permission denied)"),
+        (locked, f"{locked} (Permission denied)"),
+        (Path("/proc/x"), "/proc"),
+        (Path(__file__) / "x", f"{__file__} (Not a directory)"),
+    ):
+        with pytest.raises(UserError) as caught:
             preflight._check_dump_folder(folder)
+        line = f'job.dump_folder = "{folder}": nothing can be written in {why}'
+        assert str(caught.value) == line
 
 
 def test_ctrl_c_is_one_line_and_a_bug_is_raised(monkeypatch, capsys):

@@ -164,8 +164,6 @@ class ShardSource:
         raw_type: str = "",
         fingerprint: str = "",
     ) -> None:
-        if not path.exists():
-            raise UserError(f"{key}.dataset_path: there is no folder or file {path}")
         self._arguments = key, path, vocab_size, end, remote, raw_type
         self.remote = remote
         self.folder = path if path.is_dir() else path.parent

@@ -6,6 +6,7 @@ cache.
 
 import bisect
 import itertools
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +44,8 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
             raise UserError(why, f"{key}.dataset_path", path)
         return replace(chats, text_key="messages" if text_key == "text" else text_key)
     if name == "tokens":
+        if "://" not in path and not os.path.exists(path):
+            raise UserError("there is no such folder or file", f"{key}.dataset_path", path)
         return None
     hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
     legal = f"{', '.join(NAMES)}, or a data set of the Hugging Face hub: OWNER/NAME"

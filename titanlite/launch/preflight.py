@@ -7,7 +7,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
-from titanlite.config.load import ConfigFault, Loaded
+from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import JobConfig, Training
 from titanlite.errors import UserError, first_line, format_bytes
@@ -43,19 +43,29 @@ _PYTHON_AND_TORCH = 400 << 20
 """Bytes of a rank's own without a model; one of debug.toml had 460 MB in all, torch 2.14."""
 
 
-def check_machine(job: Job, device: str, processes: int, first_node: bool = True) -> None:
-    """Raise a UserError that names everything this machine lacks for the job."""
+def check_machine(
+    job: Job,
+    device: str,
+    processes: int,
+    first_node: bool = True,
+    entries: Mapping[str, Entry] = {},
+) -> None:
+    """Raise a UserError that names everything this machine lacks for the job; a data set that is
+    not there is an error of the config, where `entries` has the origins of values.
+    """
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor_parallel
     from titanlite.parallel.build import build_model
 
-    problems: list[str] = []
+    problems, faults = list[str](), list[ConfigFault]()
 
     def check(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except UserError as error:
-            if str(error) not in problems:
+            if "dataset" in error.key:
+                faults.append(_fault(error, entries))
+            elif str(error) not in problems:
                 problems.append(str(error))
 
     check(_check_gpus, device)
@@ -75,10 +85,13 @@ def check_machine(job: Job, device: str, processes: int, first_node: bool = True
                 check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
             if job.config.training.offload_folder:
                 check(_check_disk, job, processes)
+    parts = [str(ConfigError(faults))] if faults else []
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
         title = f"this machine can't train {name} with this config; nothing was started"
-        raise UserError("\n  ".join([title, *problems]))
+        parts.append("\n  ".join([title, *problems]))
+    if parts:
+        raise UserError("\n".join(parts))
 
 
 def rank_bytes(job: Job, device: str, processes: int) -> int | None:
@@ -111,30 +124,26 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             continue
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
-        if part.dataset == "tokens" and "://" not in part.dataset_path:
-            checks.append((_require_path, section, part.dataset_path))
     for function, *arguments in checks:
         try:
             function(*arguments)
         except UserError as error:
-            entry = loaded.entries.get(error.key)
-            # Not in a mixture.
-            origin = entry.origin if entry and entry.value == error.value else ""
-            found.append(
-                ConfigFault(error.key or f"{arguments[0]}", error.why, error.value, origin)
-            )
+            found.append(_fault(error, loaded.entries, arguments[0]))
     return found
+
+
+def _fault(error: UserError, entries: Mapping[str, Entry], key: str = "") -> ConfigFault:
+    """Return a fault of the data with the origin of its value; `key` is for an error without."""
+    entry = entries.get(error.key)
+    # Not in a mixture.
+    origin = entry.origin if entry and entry.value == error.value else ""
+    return ConfigFault(error.key or key, error.why, error.value, origin)
 
 
 def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
     """Return what a run reads, each with its section."""
     parts: list[tuple[str, Any]] = [("training", part) for part in config.training.sources]
     return [*parts, ("validation", config.validation)] if config.validation.enable else parts
-
-
-def _require_path(section: str, path: str) -> None:
-    if not Path(path).exists():
-        raise UserError("there is no such folder or file", f"{section}.dataset_path", path)
 
 
 def _open_dataset(
@@ -214,8 +223,10 @@ def _check_dump_folder(folder: Path) -> None:
         tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the next write reports it
-            where = f"{existing} is not a folder that can be written to"
-            raise UserError(f'job.dump_folder = "{folder}": {where} ({error.strerror})') from None
+            # Of /proc the reason would be "No such file or directory".
+            reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
+            why = f"nothing can be written in {existing}{reason}"
+            raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
 def _check_start(job: Job) -> None:

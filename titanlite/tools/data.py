@@ -110,6 +110,7 @@ def _show(arguments: Namespace) -> int:
     data = training_data(job, tokenizer, config.debug.seed or 0)
     everything = RankSlice(0, 1, arguments.n)
     (batch,) = build_loader(data, everything, arguments.first, 1, config.training.dataloader)
+    print(f"{_mark('like this')}: trained, as targets; a document's first token is input only")
     for number, window in enumerate(batch, arguments.first):
         print(f"\nwindow {number:,}: {(window[1] >= 0).sum():,} of {len(window[0]):,} trained")
         for ids, trained in _documents(window):
@@ -178,9 +179,12 @@ def _documents(window: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _marked(ids: np.ndarray, trained: np.ndarray, write: Callable[[list[int]], str]) -> str:
     """Return what `write` makes of the tokens, with what is trained in color or in brackets."""
-    begin, end = "⟦⟧"
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        begin, end = "\033[32m", "\033[0m"
     pairs = zip(trained.tolist(), ids.tolist(), strict=True)
     runs = [(shown, write([i for _, i in run])) for shown, run in groupby(pairs, lambda p: p[0])]
-    return "".join(f"{begin}{text}{end}" if shown else text for shown, text in runs)
+    return "".join(_mark(text) if shown else text for shown, text in runs)
+
+
+def _mark(text: str) -> str:
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return f"\033[32m{text}\033[0m"
+    return f"⟦{text}⟧"

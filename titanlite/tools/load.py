@@ -159,7 +159,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 def _why_none(path: Path) -> str:
     """Return why a place has no checkpoint, and what may be meant."""
     if not store.exists(path):
-        steps = committed(path.parent) if step_of(path.name) is not None else []
+        steps = committed(path.parent)
         beside = f"; steps there: {', '.join(map(str, steps))}" if steps else ""
         return f"{path} does not exist{beside}"
     if not is_remote(path) and (path / "config.json").is_file():

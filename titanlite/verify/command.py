@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.options import declare
-from titanlite.errors import UserError, nearest
+from titanlite.errors import UserError, format_table, nearest
 from titanlite.observe.progress import track
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import (
@@ -88,7 +88,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
-        print("\n".join(FAULTS))
+        print(format_table([(name, fault.summary) for name, fault in FAULTS.items()]))
         return 0
     arguments.resumable = arguments.full
     name = [f"--model.name={arguments.model}"] if arguments.model else []
