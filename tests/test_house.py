@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_511}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_613}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -76,7 +76,7 @@ which size, and the stall of one, as three keys) and for servers that do not ans
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.
 optimizer state on a disk: 1,572 of 1,300 (NVMe): 1,218 for the file and its stream, 140 for the
-plan, the rest for refusals and the start.
+plan, the rest for refusals and the start; 102 (100) to let go of what a checkpoint has touched.
 rings 1 and 2: what the issue of rings allows.
 """
 RING_1_MAY_IMPORT = {

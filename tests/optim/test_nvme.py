@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -214,6 +215,35 @@ def test_a_tenth_of_the_state_is_in_memory(disk):
         [*command, ""], env=environment(), cwd=ROOT, capture_output=True, text=True
     )
     assert found.returncode and "memory" in found.stderr
+
+
+def in_memory(folder: str) -> int:
+    """Return the kilobytes of maps of files in a folder that are in this process's memory."""
+    maps = re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+    found = [re.search(r"^Rss: +(\d+)", each, re.M) for each in maps if folder in each]
+    return sum(int(each[1]) for each in found if each)
+
+
+def saved_and_loaded(argv: list[str], folder: str, disk: str) -> tuple[list[int], dict[str, Any]]:
+    """Return what is in memory after a save, and after a load, of all maps."""
+    run = trainer([*argv, "--training.steps=1"], folder)
+    run.train()
+    found = [in_memory(disk)]
+    del run
+    run = trainer([*argv, "--training.steps=2"], folder)
+    assert run.step == 1
+    return [*found, in_memory(disk)], digests(run)
+
+
+@pytest.mark.long
+def test_a_save_and_a_load_leave_no_state_in_memory(pool, tmp_path, disk):
+    """Of 13 MB on each rank."""
+    argv = [*LARGE, *SAVING, "--checkpoint.async_mode=disabled"]
+    ranks = pool.run(saved_and_loaded, [*argv, on(disk)], str(tmp_path / "disk"), disk, world=2)
+    expected = pool.run(saved_and_loaded, argv, str(tmp_path / "memory"), disk, world=2)
+    for (found, state), (_, same) in zip(ranks, expected, strict=True):
+        assert state == same
+        assert max(found) < 1000, found
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from titanlite.checkpoint.places import (
     written_by,
 )
 from titanlite.errors import RunFailed, UserError, first_line
-from titanlite.parallel.dtensor import box_of
+from titanlite.parallel.dtensor import box_of, let_go
 from titanlite.registry import Box
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
@@ -266,6 +266,7 @@ def _write_tensors(
                 raise RuntimeError(f"{name}: {planned} was planned, and there is {found}")
             block: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             yield memoryview(block)
+            let_go(content.tensors[name])
 
     if not regions:
         return None, 0

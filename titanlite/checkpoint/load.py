@@ -37,7 +37,7 @@ from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.parallel.dtensor import box_of, local_part
+from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
@@ -242,6 +242,7 @@ def read(
                     for name, own, chunk in chunks:
                         stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
                         _fill(local_part(tensors[name]), own, stored, chunk)
+                        let_go(tensors[name])
 
     with torch.no_grad():
         run_on_all_ranks(group, f"reading {folder}", read_files)

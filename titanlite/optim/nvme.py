@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -56,14 +57,16 @@ class OnDisk(torch.optim.Optimizer):
         dtype, number = getattr(torch, config.training.dtype), len(self._keys)
         size = (sum(map(_whole, parameters)) + _PAGE) * number
         self._file = reserve(self._folder, size * dtype.itemsize)
-        path = f"/proc/self/fd/{self._file.fileno()}"
-        rest = torch.from_file(path, shared=True, size=size, dtype=dtype).view(number, -1)
+        mapped = mmap.mmap(self._file.fileno(), size * dtype.itemsize)
+        rest = torch.frombuffer(mapped, dtype=dtype).view(number, -1)
         for parameter in parameters:
             local = local_part(parameter)
             state = self.state[parameter] = {key: value * 0 for key, value in fresh.items()}
             for key, row in zip(self._keys, rest, strict=True):
                 state[key] = plain(parameter).detach()  # no memory of its own: that is the row
                 local_part(state[key]).data = row[: local.numel()].view(local.shape)
+                region = [n * dtype.itemsize for n in (row.storage_offset(), _whole(local))]
+                state[key].let_go = partial(mapped.madvise, mmap.MADV_DONTNEED, *region)
             rest = rest[:, _whole(local) :]
         # Shared memory: a fork would move private pages away from under a direct read.
         memory = mmap.mmap(-1, _THREADS * number * _NUMEL * dtype.itemsize)

@@ -13,6 +13,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return torch_private.unwrap_float8_weight(local)
 
 
+def let_go(tensor: torch.Tensor) -> None:
+    """Let go of the memory of a tensor that is a map of a file, as optim/nvme.py says."""
+    if hasattr(tensor, "let_go"):
+        tensor.let_go()
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same tensor in the same memory, the shard of a DTensor being a plain tensor."""
     local = local_part(tensor)
