@@ -279,7 +279,7 @@ def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: i
     if memory is None:
         return line
     if not hardware:
-        line += ", beside Python and torch"
+        line += ", plus Python and torch"
     of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"
     reserve = hardware.reserve.gib if hardware else 0
     if recording.peak <= memory - reserve * GIB:
