@@ -71,8 +71,9 @@ for buffers in the folders of classes 169.
 object stores: 5,045 of 5,000, for the mirror and copies; 2,500 more for token shards by URL, whose
 cache is shared by processes; 3,060 more for checkpoint.folder there, of which the lease has 560,
 the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Hugging Face's
-hub, of which 200 for export and diff of URLs; 450 for the bounds of an upload (parts in flight, of
-which size, and the stall of one, as three keys) and for servers that do not answer by range.
+hub, of which 200 for export and diff of URLs, and 60 to verify before a model is made; 450 for
+the bounds of an upload (parts in flight, of which size, and the stall of one, as three keys) and
+90 for servers that do not answer by range.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.
 optimizer state on a disk: 1,572 of 1,300 (NVMe): 1,218 for the file and its stream, 140 for the

@@ -175,12 +175,18 @@ class FaultProxy:
         server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         self.port = server.sockets[0].getsockname()[1]
 
-    def fail_once(self, fault: Fault) -> set[tuple[str, str]]:
-        """Put a fault into the first request of each kind; return those that were met."""
-        met = set[tuple[str, str]]()
+    def fail_once(self, *faults: Fault) -> list[Fault]:
+        """Put one of the faults, by turns, into the first request of each kind; return those that
+        were put in.
+        """
+        seen, met = set[tuple[str, str]](), list[Fault]()
 
         def once(method: str, path: str) -> Fault | None:
-            return None if (method, path) in met or met.add((method, path)) else fault
+            if (method, path) in seen:
+                return None
+            seen.add((method, path))
+            met.append(faults[len(met) % len(faults)])
+            return met[-1]
 
         self.rule = once
         return met

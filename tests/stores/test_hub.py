@@ -226,6 +226,15 @@ def test_an_export_is_uploaded_as_it_would_be_written_into_a_new_private_model(
         assert code == 2 and f"{other}: legal: a folder, or hf://OWNER/NAME" in out
 
 
+def test_a_damaged_checkpoint_makes_no_model(hub, tool, saved, tmp_path):
+    shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
+    weights = tmp_path / "step-2/rank-0.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    code, out = tool("checkpoint", "export", tmp_path / "step-2", f"hf://{MODEL}")
+    assert code == 2 and "rank-0.safetensors" in out and "nothing was exported" in out
+    assert not hub.repos
+
+
 def test_copies_verbs_export_and_diff_read_a_bucket(hub, tool, saved, tmp_path):
     steps = saved / "checkpoint"
     assert tool("checkpoint", "cp", saved, URL)[0] == 0

@@ -164,9 +164,8 @@ def test_the_lag_is_in_the_metrics_of_the_saves(train, proxy, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [{"status": 503}, {"lose": True}, {"cut": 9}])
-def test_faults_on_the_way_cost_no_step(train, proxy, url, fault):
-    met = proxy.fail_once(fault)
+def test_faults_on_the_way_cost_no_step(train, proxy, url):
+    met = proxy.fail_once({"status": 503}, {"lose": True}, {"cut": 9})
     train(3)
     proxy.rule = lambda method, path: None
     assert whole_steps(url)[-1] == 3 and len(met) > 10

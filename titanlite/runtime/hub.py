@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
@@ -119,26 +119,37 @@ def _entry(found: Any) -> dict[str, Any]:
     return {"path": found.path, "size": found.size, "last_modified": found.mtime}
 
 
-@contextmanager
-def uploaded(url: str, message: str) -> Iterator[Path]:
-    """Yield the name of a folder, which is uploaded when it is written: to a model without weights,
-    or a new one, which is private.
-    """
+def refuse_existing(url: str) -> None:
+    """Raise unless a URL names a model without weights, or one that is not there."""
     if not (model := _MODEL.fullmatch(url)):
         raise UserError(f"{url}: legal: a folder, or hf://OWNER/NAME, a model of Hugging Face")
     with _explained(url):
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import RepositoryNotFoundError
 
-        hub = HfApi()
-        hub.create_repo(model[1], private=True, exist_ok=True)
-        names = hub.list_repo_files(model[1])
+        names = []
+        with suppress(RepositoryNotFoundError):  # nor do all tokens see a private one
+            names = HfApi().list_repo_files(model[1])
     if any(name.endswith(".safetensors") for name in names):
         raise UserError(f"{url} has weights, and an export overwrites nothing")
+
+
+@contextmanager
+def uploaded(url: str, message: str) -> Iterator[Path]:
+    """Yield the name of a folder, which is uploaded when it is written: to a model that is there,
+    or a new one, which is private.
+    """
+    name = url.removeprefix("hf://")
+    with _explained(url):
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        hub.create_repo(name, private=True, exist_ok=True)
     with draft_folder() as drafts:
         folder = drafts / "export"
         yield folder
         with _explained(url):
-            hub.upload_folder(repo_id=model[1], folder_path=folder, commit_message=message)
+            hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
 
 
 @contextmanager

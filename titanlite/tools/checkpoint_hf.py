@@ -35,30 +35,32 @@ if TYPE_CHECKING:
 
 def export(arguments: Namespace) -> int:
     """Write the weights of a checkpoint for other programs, or upload them."""
+    out = arguments.out
+    _refuse_existing(out)
     folder = find_checkpoint(arguments.folder)
-    with _target(arguments.out, folder.name) as target, brought(folder) as source:
-        step = _export(source, target, arguments)
-    print(f"exported step {step}: {arguments.out}")
+    with brought(folder) as source:
+        contents = None if arguments.verify == "full" else ()
+        manifest = whole_manifest(source, contents, "; nothing was exported")
+        with _target(out, folder.name) as target:
+            _export(source, manifest, target, arguments)
+    print(f"exported step {manifest.step}: {out}")
     return 0
 
 
 @contextmanager
 def _target(out: str, name: str) -> Iterator[Path]:
-    """Yield a folder that does not exist; of a URL one that is uploaded when it is written."""
+    """Yield the folder to write; of a URL one that is uploaded when it is written."""
     if "://" in out:
         with hub.uploaded(out, name) as target:
             yield target
         return
-    _refuse_existing(Path(out))
     yield Path(out)
 
 
-def _export(folder: Path, target: Path, arguments: Namespace) -> int:
-    """Write the weights into a folder; return their step."""
+def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
+    """Write the weights into a folder."""
     if committed(target.absolute().parent):
         hold_run(target)
-    contents = None if arguments.verify == "full" else ()
-    manifest = whole_manifest(folder, contents, "; nothing was exported")
     import torch
 
     from titanlite.checkpoint.base import BaseWeights
@@ -76,7 +78,7 @@ def _export(folder: Path, target: Path, arguments: Namespace) -> int:
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
     with writing(target), progress_bar("tensors") as show:
-        _refuse_existing(target)
+        _refuse_existing(str(target))
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
@@ -99,12 +101,13 @@ def _export(folder: Path, target: Path, arguments: Namespace) -> int:
                 documents = hf_documents(translation.config, dtype, tokenizer)
                 tensors = translation.hf_tensors(dtype)
                 write_export(target, tensors, documents, merged(fetch, translation))
-    return manifest.step
 
 
-def _refuse_existing(target: Path) -> None:
-    if store.exists(target):
-        raise UserError(f"{target} exists, and an export overwrites nothing")
+def _refuse_existing(out: str) -> None:
+    if "://" in out:
+        hub.refuse_existing(out)
+    elif store.exists(Path(out)):
+        raise UserError(f"{out} exists, and an export overwrites nothing")
 
 
 def _counted(
