@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import random
+import re
+import shutil
 import signal
 import threading
 import time
@@ -38,6 +41,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
+from titanlite.checkpoint.status import MIRRORED
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import distributed
 from titanlite.runtime.bucket import place
@@ -45,8 +49,8 @@ from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
 AFTER_THE_RENAME = FAILPOINTS[FAILPOINTS.index("after the rename") :]
-_BESIDE = {LEASE, METRICS, CONFIG}
-"""What a bucket has beside the checkpoints."""
+_BESIDE = {LEASE, METRICS, CONFIG, MIRRORED}
+"""What there is beside the checkpoints."""
 LONGEST_SECONDS = 3.0
 """A random kill comes within this time: while resuming, while training or in a save."""
 
@@ -104,14 +108,18 @@ class Death:
     step: int
     """Of the pending save, or of the last one, or where the round started; -1 before that."""
     in_progress: bool
+    behind: int
+    """Steps that the mirror lacked."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Where the checkpoints of a soak are, if not in its folder."""
+    """Where the checkpoints of a soak are, if not in its folder, or also."""
 
     url: str = ""
     port: int = 0
+    key: str = "folder"
+    """Or mirror."""
 
     def argv(self, folder: str) -> list[str]:
         """Let s3:// lead there in this process; return the options of a run."""
@@ -119,7 +127,7 @@ class Bucket:
             return ARGV
         os.environ |= {"XDG_CACHE_HOME": folder} | (credentials(self.port) if self.port else {})
         lease._RENEWAL_SECONDS = 0.3  # type: ignore[misc]
-        return [*ARGV, f"--checkpoint.folder={self.url}"]
+        return [*ARGV, f"--checkpoint.{self.key}={self.url}"]
 
 
 def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
@@ -130,7 +138,9 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
     def die(point: str) -> None:
         pending = runs[0].saver._pending if runs else None
         step = pending.step if pending else max(saves, default=-1)
-        death = Death(point, step, bool(pending and (pending.is_alive() or pending.ident is None)))
+        in_progress = bool(pending and (pending.is_alive() or pending.ident is None))
+        mirror = runs[0].checkpoints.mirror if runs else None
+        death = Death(point, step, in_progress, mirror.behind if mirror else 0)
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -147,12 +157,20 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
         moment.daemon = True
         moment.start()
     with calling(failpoint if rank() == plan.rank else lambda name: None):
-        run = trainer([*bucket.argv(folder), f"--checkpoint.async_mode={plan.mode}"], folder)
+        argv = [*bucket.argv(folder), f"--checkpoint.async_mode={plan.mode}"]
+        run = trainer(argv, folder, _log_of(folder))
         (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
         if not plan.point:
             _note_saves(run, saves)
         runs.append(run)
         run.train()
+
+
+def _log_of(folder: str) -> logging.Logger:
+    log = logging.getLogger("round")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.FileHandler(Path(folder) / f"log-{rank()}"))
+    return log
 
 
 def _note_saves(run: Any, saves: set[int]) -> None:
@@ -220,15 +238,41 @@ class Soak:
     hits: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     """Kills inside a save."""
+    behind: int = 0
+    """Kills while the mirror was behind."""
     bucket: Bucket = Bucket()
 
     @property
+    def mirror(self) -> Path | None:
+        return place(self.bucket.url) if self.bucket.key == "mirror" else None
+
+    @property
     def root(self) -> Path:
-        return place(self.bucket.url) if self.bucket.url else self.folder / "checkpoint"
+        in_bucket = self.bucket.url and not self.mirror
+        return place(self.bucket.url) if in_bucket else self.folder / "checkpoint"
+
+    def newest(self) -> int:
+        """Return the step that the next start must resume."""
+        return max(latest_verified(root) or 0 for root in (self.root, self.mirror or self.root))
+
+    def mirror_round(self, seed: int, number: int) -> str:
+        """Lose the folder, in every other round, and train until a kill at a random moment; return
+        what went wrong, also if the mirror lacks a step that the log says it has.
+        """
+        chance = random.Random(f"mirror/{seed}/{number}")
+        if number % 2:
+            shutil.rmtree(self.root, ignore_errors=True)
+        seconds = chance.uniform(0, 2 * LONGEST_SECONDS)
+        if wrong := self.round(Plan("async", chance.randrange(RANKS), "", 0, seconds)):
+            return wrong
+        lines = (self.folder / "log-0").read_text() if (self.folder / "log-0").exists() else ""
+        said = max(map(int, re.findall(r"^mirrored step (\d+)", lines, re.M)), default=0)
+        there = latest_verified(self.mirror or self.root) or 0
+        return "" if there >= said else f"the log says {said}, but the mirror has {there}"
 
     def round(self, plan: Plan) -> str:
         """Train until the kill; return what went wrong, or nothing."""
-        before = latest_verified(self.root) or 0
+        before = self.newest()
         for name in ("death.json", *(f"begun-{one}" for one in range(RANKS))):
             (self.folder / name).unlink(missing_ok=True)
         try:
@@ -244,7 +288,8 @@ class Soak:
         death = Death(**json.loads((self.folder / "death.json").read_text()))
         self.hits[death.point] += 1
         self.inside += death.in_progress
-        return self._judge(plan, death, before, latest_verified(self.root) or 0)
+        self.behind += death.behind > 0
+        return self._judge(plan, death, before, self.newest())
 
     def _judge(self, plan: Plan, death: Death, before: int, after: int) -> str:
         """Compare the step that the next start will resume with those that it may."""
@@ -268,7 +313,7 @@ class Soak:
 
     def finish(self) -> list[str]:
         """Resume once more, to the end; compare everything with a run that was never killed."""
-        last = (latest_verified(self.root) or 0) + INTERVAL
+        last = self.newest() + INTERVAL
         straight = self.folder.parent / "straight"
         for folder, bucket in ((self.folder, self.bucket), (straight, Bucket())):
             self.pool.run(train_to, last, str(folder), bucket, world=RANKS, timeout=600)

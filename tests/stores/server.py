@@ -108,7 +108,13 @@ def seaweedfs(folder: Path) -> Iterator[int]:
     options = [f"-{part}.port={free_port()}" for part in parts]
     options += [f"-s3.port={port}", f"-s3.port.grpc={free_port()}", "-s3.port.iceberg=0"]
     options += ["-s3.port.lance=0", f"-s3.config={folder}/users.json", "-master.telemetry=false"]
-    options += ["-master.volumeSizeLimitMB=64", "-ip=127.0.0.1", f"-dir={folder}", "-s3"]
+    options += [
+        "-master.volumeSizeLimitMB=64",
+        "-volume.max=50",
+        "-ip=127.0.0.1",
+        f"-dir={folder}",
+        "-s3",
+    ]
     with _running([_binary("weed"), "server", *options], port), using(port):
         probe: Any = place(f"s3://{BUCKET}/probe")
         for _ in range(300):  # it listens before it stores

@@ -1,5 +1,5 @@
 """A kill -9 at any moment of a save into a bucket loses no more than that save, and the next start
-resumes by itself.
+resumes by itself; from a mirror too, where the folder is lost.
 """
 
 from __future__ import annotations
@@ -43,3 +43,12 @@ def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
 
 def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):
     assert soak.finish() == []
+
+
+def test_a_killed_run_resumes_from_folder_or_mirror_no_older_than_its_log_says(tmp_path, port):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with using(port):
+        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/mirrored", port, "mirror"))
+        assert [soak.mirror_round(1, number) for number in range(4)] == [""] * 4
+        assert soak.finish() == []
