@@ -138,6 +138,8 @@ def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, ur
     ("key", "value", "line"),
     [
         ("job.dump_folder", "s3://bucket/run", "must be a folder here"),
+        ("model.hf_assets_path", "s3://bucket/model", "must be a folder here"),
+        ("model.hf_assets_path", "hf://me/model", "must be a folder here"),
         ("job.dump_folder", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
         ("checkpoint.folder", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
         ("checkpoint.mirror", "/folder", "legal: s3://, gs:// or az://BUCKET/FOLDER"),

@@ -116,7 +116,8 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
     from titanlite.data.tokenizer import load_tokenizer
 
     config, found = loaded.config, list[ConfigFault]()
-    checks: list[tuple[Any, ...]] = [(load_tokenizer, config.model.hf_assets_path)]
+    assets = config.model.hf_assets_path
+    checks: list[tuple[Any, ...]] = [(load_tokenizer, assets)] * ("://" not in assets)
     for section, part in _datasets(config):
         if is_streamed(part.dataset) or (
             part.dataset in ("text", "tokens", "chat") and not part.dataset_path

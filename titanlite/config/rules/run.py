@@ -34,10 +34,10 @@ _MAY_BE_URLS = (
     *("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path"),
     *("validation.dataset_path", "training.mixture"),
 )
-_STORES = ("s3://", "gs://", "az://", "hf://buckets")
+_STORES = ("s3://", "gs://", "az://", "hf://")
 _URLS_SO_FAR = (
     "an object store can be checkpoint.folder and .mirror, and "
-    "`titanlite checkpoint cp URL FOLDER` copies from one"
+    "`titanlite checkpoint cp URL FOLDER` copies from one; `hf download` brings a model"
 )
 _LONGEST_NAME = 255  # bytes
 _MAY_BE_0 = ("experts", "dense_layers")
