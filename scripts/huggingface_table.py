@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
+from titanlite.errors import UserError
 from titanlite.parallel.build import persistent_buffers
 from titanlite.registry import get_model
 from titanlite.runtime.cluster import RankInfo
@@ -156,7 +157,8 @@ def check(kind: str, pool: Pool) -> dict[str, str]:
         seen["folder"] = f"{error:.0e}" if error < BOUND else f"differs: logits by {error:.0e}"
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        seen["why"] = f"{type(error).__name__}: {(lines or [''])[-1]}"[:220]
+        line = 0 if isinstance(error, UserError) else -1  # others end a traceback
+        seen["why"] = f"{type(error).__name__}: {(lines or [''])[line]}"[:220]
     return seen
 
 

@@ -60,13 +60,14 @@ def conversions(values: str) -> dict[str, Conversion]:
     if saved.keys() == own.keys() and all(saved[name] is own[name] for name in own):
         return {}
     found: dict[str, Conversion] = {}
-    together: set[str] = set()
+    together, several = set[str](), set[str]()
     for name, weight in own.items():
         alone = revert_weight_conversion(model, {name: weight})
+        several |= together & alone.keys()
         together |= alone.keys()
         if [*alone] != [name] or alone[name] is not weight:
             found[name] = Reverted(model, name, tuple(weight.shape), tuple(alone))
-    if unknown := sorted(saved.keys() ^ together):
+    if unknown := sorted(saved.keys() ^ together | several):
         raise UserError(
             f"{type(model).__name__} saves tensors that are made of several parameters:"
             f"{some_of(unknown)}\nPlain files: titanlite checkpoint export --format safetensors"

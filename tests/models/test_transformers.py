@@ -26,6 +26,7 @@ from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
+from titanlite.errors import UserError
 from titanlite.models.transformers import flavor_of
 from titanlite.models.transformers.initial import recorded
 from titanlite.models.transformers.model import build, config_of, values_as_built
@@ -305,6 +306,11 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
         assert torch.equal(folder.read(name), weight), name
 
 
+def test_a_folder_whose_tensors_are_made_of_several_parameters_is_refused():
+    with pytest.raises(UserError, match="saves tensors that are made of several parameters"):
+        Translation(get_model("transformers"), small("lara_mini"))
+
+
 def test_a_tied_embedding_inside_another_module_is_gathered_before_the_blocks():
     """FSDP would give a weight that the output shares to another group of modules."""
     sizes = {"vocab_size": 256, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -326,8 +332,7 @@ def test_an_output_whose_bias_has_two_owners_is_gathered_with_both():
     ("kind", "buffer"), [("falcon_h1", "mup_vector"), ("gemma3n_text", "per_layer_input_scale")]
 )
 def test_buffers_that_a_class_sets_when_it_is_built_have_their_values(kind, buffer):
-    """Falcon H1's multipliers, which its `_init_weights` does not know, and Gemma 3n's scales,
-    which that of the model inside the class knows."""
+    """Falcon H1's `_init_weights` does not know them, Gemma 3n's is that of the inner model."""
     config = small(kind)
     model, _ = build_meta_model(get_model("transformers"), config, 8)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -346,8 +351,7 @@ def test_a_small_parameter_keeps_the_value_that_it_is_built_with():
     found = dict(model.named_parameters())
     expected = {name: each for name, each in build(config, 8).named_parameters() if "alpha" in name}
     assert len(expected) == 8 and all(each.ne(0).all() for each in expected.values())
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 class Odd(LlamaForCausalLM):
@@ -371,11 +375,10 @@ def test_what_a_class_draws_or_leaves_unset_when_it_is_built_is_no_value():
     initial, faults = recorded(model)
     found = {fault.partition(":")[0] for fault in faults}
     assert found == {"unset", "drawn", "like", "in_place", "later", "large"}
-    for name, expected in (("known", [1.0, 2.0]), ("filled", [0.5, 0.5])):
-        shard, edit = torch.zeros(2), initial[name].edit
-        assert edit
-        edit(shard, (1,), 0)
-        assert shard.tolist() == expected
+    shard, edit = torch.zeros(2), initial["known"].edit
+    assert edit
+    edit(shard, (1,), 0)
+    assert shard.tolist() == [1.0, 2.0]
 
 
 def test_a_small_instance_has_as_many_kinds_of_layers_as_layers():
