@@ -318,6 +318,24 @@ def test_an_environment_of_uv_trains_by_run_train_and_stays_what_uv_made(copy, u
 
 
 @pytest.mark.long
+def test_uv_run_trains_in_a_checkout_and_uvx_runs_titanlite_without_one(copy, uv, tmp_path):
+    """As README says. Packages of 3 GB come from the index, and are removed again."""
+    online = {"UV_OFFLINE": "0", "UV_PYTHON": sys.executable, "UV_CACHE_DIR": f"{tmp_path}/cache"}
+    try:
+        for command, found in {
+            f"NGPU=1 uv run titanlite train {TINY_RUN}": "step 1 reached",
+            "uvx --from . titanlite models": "llama3",
+        }.items():
+            done = shell(command, copy, uv, **online)
+            if "Failed to fetch" in done.stderr:
+                pytest.skip("uv reaches no package index")
+            assert done.returncode == 0 and found in done.stdout, done
+    finally:
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        shutil.rmtree(copy / ".venv", ignore_errors=True)
+
+
+@pytest.mark.long
 def test_into_an_environment_of_uv_without_titanlite_it_is_installed_and_nothing_is_removed(
     checkout, uv
 ):
