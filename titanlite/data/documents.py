@@ -120,7 +120,9 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
         )
         documents = replace(documents, skipped=tuple(skipped))
     else:
-        raise UserError("there is no such folder or file", origin, value)
+        missing = "there is no such folder or file"
+        why = "text is not read from a URL: copy it here" if "://" in path else missing
+        raise UserError(why, origin, value)
     if not sum(documents.sizes):
         why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
         raise UserError(why, origin, value)
