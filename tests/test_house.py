@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_695}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 217_722}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -59,7 +59,7 @@ first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale 4,260,
 above its allowance.
 the first hour, what was left: 2,340 (1,000) for trackers, plots in the terminal and over a key,
 progress.
-the first hour, what newcomers stumbled over: 1,470, of which 840 for the view of a run that starts,
+the first hour, what newcomers stumbled over: 1,509, of which 840 for the view of a run that starts,
 the runs of a sweep and their names, what a report says was trained, and curves on a narrow screen;
 250 (250) for why a place has no checkpoint, a copy that is there already, one form for a data set
 that is not there, and legends.

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from titanlite.errors import UserError, first_line, nearest, some_of
+from titanlite.errors import UserError, nearest, some_of
 from titanlite.models.transformers.initial import recorded
 from titanlite.registry import ModelDims, Rule
 
@@ -58,7 +58,8 @@ def config_of(flavor: Any) -> Any:
     try:
         config = AutoConfig.for_model(kind, **values)
     except Exception as error:
-        raise UserError(f"transformers refuses the config of {kind}: {first_line(error)}") from None
+        why = " ".join(str(error).split())
+        raise UserError(f"transformers refuses the config of {kind}: {why}") from None
     known = {field.name for field in dataclasses.fields(type(config))} | {*config.attribute_map}
     for key in values.keys() & vars(config).keys() - known:
         is_ignored = any(fnmatchcase(key, pattern) for pattern in _IGNORED)

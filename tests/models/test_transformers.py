@@ -168,6 +168,7 @@ def test_what_only_registered_models_have_is_refused_by_name(degree):
         ({"model_type": "lama"}, "nearest: llama"),
         ({"model_type": "bert", **SMALL_BERT}, "sees later tokens, so it is no causal model"),
         ({"hidden_size": "wide"}, "refuses the config of llama"),
+        ({"num_attention_heads": 5}, "is not a multiple of the number of attention heads"),
         ({"model_type": "mixtral", "output_router_logits": True}, "router_aux_loss_coef"),
     ],
 )

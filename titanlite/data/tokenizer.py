@@ -61,7 +61,7 @@ class JsonTokenizer:
                 "transformers makes one from vocab.json and the like: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). "
                 'To fetch one: hf download REPO --include "tokenizer*" '
-                f"--local-dir {shlex.quote(str(folder))}",
+                f"--local-dir {shlex.quote(str(folder))}. Without one, train on token shards",
                 origin,
                 str(folder),
             ) from None

@@ -127,7 +127,11 @@ def _flavors(spec: ModelSpec) -> list[list[str]]:
 
 def _fields(spec: ModelSpec) -> list[list[str]]:
     """Return a header and a row per field, with its default."""
-    return [["field", "default"], *map(list, _defaults(type(next(iter(spec.flavors.values())))))]
+    header = ["field", "default"]
+    cls, *others = {type(flavor) for flavor in spec.flavors.values()}
+    if others:  # contents of config.json
+        return [header, ["any key of the class's config.json", "that of the class"]]
+    return [header, *map(list, _defaults(cls))]
 
 
 def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:

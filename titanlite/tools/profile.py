@@ -39,6 +39,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         "--checkpoint.no_enable",
         "--generate.no_at_end",
     ]
+    print(
+        f"titanlite: a profile takes {steps} steps, the last {TRACED} of them traced; "
+        "without validation, checkpoints and a sample"
+    )
     # Or the profiler prints when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if code := launcher.run(arguments, [*overrides, *profiled]):
