@@ -5,6 +5,7 @@ when named.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -29,6 +30,8 @@ for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
     os.unsetenv(_name)  # readline tells the C library only
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints when it starts and stops
+# A background job inherits an ignored one, and gives it to all that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.launch import run  # noqa: E402
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E402
