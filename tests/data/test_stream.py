@@ -210,7 +210,7 @@ def test_a_resumed_reader_of_whole_files_loses_no_document(folder, readers):
 def test_a_column_that_holds_no_text_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
     with pytest.raises(
-        UserError, match=f'{tmp_path}@train: the column "text" holds int64, not strings'
+        UserError, match=f'{tmp_path}/a.jsonl: the column "text" holds int64, not strings'
     ):
         next(Reader(stream(tmp_path), 0, 0, 1, 1))
 
@@ -400,7 +400,6 @@ def test_settings_that_a_stream_does_not_support_are_refused(argv, key, message)
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("c4_test", "/nowhere", "Couldn't find any data file at /nowhere"),
         ("some/name@test", "{folder}", 'Bad split: test. Available splits: ["train"]'),
         ("some/name:en", "{folder}", "'en' not found. Available: ['default']"),
     ],
@@ -415,6 +414,13 @@ def test_a_stream_that_cannot_be_opened_is_one_line(folder, name, path, message)
     assert message.replace('"', "'") in line.replace('"', "'") and "\n" not in line
 
 
+@pytest.mark.parametrize("name", ["c4_test", "c4", "some/name"])
+def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name):
+    with pytest.raises(UserError) as caught:
+        open_stream("training", name, "nope")
+    assert str(caught.value) == 'training.dataset_path = "nope": there is no such folder'
+
+
 def test_c4_test_without_its_folder_is_refused():
     with pytest.raises(UserError, match="name its folder in training.dataset_path"):
         open_stream("training", "c4_test", "")
@@ -422,8 +428,29 @@ def test_c4_test_without_its_folder_is_refused():
 
 def test_a_stream_without_text_names_its_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "abc", "url": "x"}\n')
-    with pytest.raises(UserError, match='no column "text"; it has: content, url'):
+    says = rf'{tmp_path}/a.jsonl has no column "text"; it has: content, url; training.text_key '
+    with pytest.raises(UserError, match=says):
         next(Reader(stream(tmp_path), 0, 0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"txt": "ab"}', " and the first file differ in columns: txt; training.text_key = "),
+        ('{"text": ["ab"]}', " cannot be read: Couldn't cast array of type list<item: string> to"),
+        ('{"text": "a', " cannot be read: JSON parse error: "),
+    ],
+)
+def test_a_file_with_other_content_than_the_first_is_named_and_not_read_again(
+    tmp_path, capsys, line, says
+):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    (tmp_path / "b.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UserError) as caught:
+        list(Reader(replace(stream(tmp_path), pause=0.01), 0, 0, 1, 1))
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/b.jsonl{says}") and "\n" not in text, text
+    assert 'training.text_key = "text"' in text and "retrying" not in capsys.readouterr().err
 
 
 def test_more_readers_than_documents_of_a_repeated_stream_are_refused(tmp_path):

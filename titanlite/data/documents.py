@@ -129,6 +129,12 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
     return documents
 
 
+def require_folder(key: str, path: str) -> None:
+    """Raise a UserError if the folder of a streamed data set is given and not there."""
+    if path and not os.path.isdir(path):
+        raise UserError("there is no such folder", f"{key}.dataset_path", path)
+
+
 def _is_closed(path: Path) -> bool:
     return path.is_dir() and not os.access(path, os.R_OK | os.X_OK)
 
@@ -285,7 +291,8 @@ def _line_at(path: Path, offset: int) -> str:
 def require_text(source: object, schema: Any, key: str) -> None:
     """Raise a UserError unless an Arrow schema has this column, of strings."""
     if key not in schema.names:
-        raise UserError(f'{source} has no column "{key}"; it has: {", ".join(schema.names)}')
+        has = f"it has: {', '.join(schema.names)}; training.text_key names the column"
+        raise UserError(f'{source} has no column "{key}"; {has}')
     kind = str(schema.field(key).type)
     if not re.match(r"(dictionary<values=)?(large_)?string|null$", kind):
         raise UserError(f'{source}: the column "{key}" holds {kind}, not strings')

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.rules.data import RETRIES
-from titanlite.data.documents import require_text
+from titanlite.data.documents import require_folder, require_text
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
@@ -87,6 +87,7 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
 
     Return its full name, for messages, and the `datasets.IterableDataset`.
     """
+    require_folder(key, path)
     setting = f'{key}.dataset = "{name}"'
     try:
         import datasets  # type: ignore[import-not-found]
@@ -305,10 +306,30 @@ def _text_columns(stream: Stream, file: int) -> Iterator[Any]:
 
     (Plain iteration would divide the file among torch's workers again.)
     """
-    shard = stream.shards.shard(stream.shards.num_shards, file).with_format("arrow")
-    for table in shard.iter(batch_size=stream.read):
-        require_text(stream.name, table.schema, stream.text_key)
-        yield table[stream.text_key]
+    from datasets.table import CastError  # type: ignore[import-not-found]
+    from pyarrow import ArrowException  # type: ignore[import-not-found]
+
+    shard = stream.shards.shard(stream.shards.num_shards, file)
+    name = _file_name(shard) or f"{stream.name}, file {file + 1} of {stream.shards.num_shards}"
+    why = f'; training.text_key = "{stream.text_key}" is the column of text'
+    try:
+        for table in shard.with_format("arrow").iter(batch_size=stream.read):
+            require_text(name, table.schema, stream.text_key)
+            yield table[stream.text_key]
+    except CastError as error:
+        columns = {*error.table_column_names} ^ {*error.requested_column_names}
+        other = f"{name} and the first file differ in columns: {', '.join(sorted(columns))}"
+        raise UserError(other + why) from None
+    except (ArrowException, TypeError, UnicodeError) as error:  # another try would read the same
+        raise UserError(f"{name} cannot be read: {first_line(error)}{why}") from None
+
+
+def _file_name(shard: Any) -> str:
+    """Return the file of a shard, which `datasets` has in no public place, or an empty string."""
+    for value in getattr(shard._ex_iterable, "kwargs", {}).values():
+        if value and isinstance(value, list) and isinstance(value[0], str):
+            return value[0]
+    return ""
 
 
 class _RankStream(IterableDataset):
