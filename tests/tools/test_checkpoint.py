@@ -703,7 +703,9 @@ def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     named = ("--dataset", "text", "--dataset-path", saved / "held.txt")
     assert tool("evaluate", "--checkpoint", saved, *named) == (0, out)
     code, out = tool("evaluate", "--checkpoint", saved, *named, "--steps", "1")
-    assert code == 0 and "8 of 16 tokens" in out
+    assert code == 0 and "8 of 16 tokens\n" in out
+    code, out = tool("evaluate", "--checkpoint", saved, *named, "--steps", "1000")
+    assert f"{tokens // 16} of 16 tokens; 1,000 steps would take 8,000\n" in out
     for words, says in (
         (
             ("--dataset", "text", "--dataset-path", "none.txt"),

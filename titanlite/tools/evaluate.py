@@ -62,6 +62,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
     size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
     windows = f"{loader.windows:,} of {job.validation_seq_len:,} tokens"
+    asked = settings.steps * settings.local_batch_size
+    if arguments.steps and (data.samples or loader.windows) < asked:
+        windows += f"; {steps:,} steps would take {asked:,}"
     rows = [("loss", f"{loss:.5f}"), ("bits per byte", bits), ("tokens", f"{loader.tokens:,}")]
     print(format_table([*rows, ("bytes", size), ("windows", windows)]))
     return 0
