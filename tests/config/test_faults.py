@@ -227,6 +227,21 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         (["--model.freeze", '["a", 3]'], "must be a list of text; entry 2 must be a valid string"),
         (["--training.mixture", '[{dataset = "a"}]'], "entry 1: weight is missing"),
         (
+            [
+                "--training.mixture",
+                '[{dataset = "a", weight = 0.7}, {dataset = "b", wieght = 0.3}]',
+            ],
+            "; entry 2: weight is missing; entry 2: wieght is unknown",
+        ),
+        (
+            ["--training.mixture", '[{dataset="c4", weight=0.7}, {dataset="a/b", weight=0.3}]'],
+            'entry 2: "a/b" is streamed',
+        ),
+        (
+            ["--training.mixture", '[{dataset="text", weight=1.0}]'],
+            'entry 1: the data set "text" needs a folder',
+        ),
+        (
             ["--training.mixture", '[{dataset = "a", weight = 2}]'],
             "entry 1: weight must be less than or equal to 1",
         ),

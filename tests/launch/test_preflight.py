@@ -57,6 +57,10 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch)
         preflight.rank_bytes(job(TINY, 2), "cpu", 64)
 
 
+def mixture(*parts: str) -> str:
+    return f"--training.mixture=[{', '.join(f'{{{part}, weight=0.5}}' for part in parts)}]"
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -78,8 +82,19 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch)
             'validation.dataset = "txt"   (command line)\n',
         ),
         (["--model.hf_assets_path=/nope"], "/nope"),
-        (["--training.mixture=[{dataset='text', dataset_path='/nope', weight=1.0}]"], '/nope"'),
-        (["--training.mixture=[{dataset='txt', weight=1.0}]"], 'training.dataset = "txt"\n'),
+        (
+            ["--training.dataset=c4_test", "--training.dataset_path=nope"],
+            'training.dataset_path = "nope"   (command line)\n      there is no such folder',
+        ),
+        (
+            [mixture("dataset='python-stdlib'", "dataset='text', dataset_path='/nope'")],
+            'training.mixture entry 2.dataset_path = "/nope"   (command line)\n'
+            "      there is no such folder or file",
+        ),
+        (
+            [mixture("dataset='txt'", "dataset='python-stdlib'")],
+            'training.mixture entry 1.dataset = "txt"   (command line)\n',
+        ),
     ],
 )
 def test_faults_of_keys_and_of_data_are_in_one_list(argv, says):

@@ -329,7 +329,7 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
         )
         if names[depth:] and names[depth].isdigit():
             entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
-            bad.setdefault(key, f"; {entry} {why.replace('Input should be', 'must be')}")
+            bad[key] = f"{bad.get(key, '')}; {entry} {why.replace('Input should be', 'must be')}"
         is_word = isinstance(tree[key].value, str) and get_origin(KEYS[key].annotation) is list
         bad.setdefault(key, f": '{toml_value([tree[key].value])}'" if is_word else "")
     invalid: dict[str, str] = {}

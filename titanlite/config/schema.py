@@ -179,9 +179,15 @@ class Training(Section):
     @property
     def sources(self) -> list[Mixture]:
         """The data sets that are read: those of the mixture, or `dataset` alone."""
-        return self.mixture or [
-            Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
-        ]
+        return [part for _, part in self.places]
+
+    @property
+    def places(self) -> list[tuple[str, Mixture]]:
+        """The same, each with the place that errors name."""
+        if self.mixture:
+            return [(f"training.mixture entry {n}", part) for n, part in enumerate(self.mixture, 1)]
+        alone = Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
+        return [("training", alone)]
 
 
 class Optimizer(Section):

@@ -165,8 +165,8 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """
     cache_folder = config.training.dataloader.cache_folder
     shards = [
-        folder_of("training", part.dataset_path, cache_folder)
-        for part in config.training.sources
+        folder_of(place, part.dataset_path, cache_folder)
+        for place, part in config.training.places
         if part.dataset == "tokens"
     ]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())

@@ -69,9 +69,7 @@ class Windows(Dataset[np.ndarray]):
 def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(
-        job, "training", training.sources, training.seq_len, tokenizer, seed, training.repeat
-    )
+    return _open(job, training.places, training.seq_len, tokenizer, seed, training.repeat)
 
 
 def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
@@ -81,9 +79,8 @@ def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
-    data = _open(
-        job, "validation", [source], job.validation_seq_len, tokenizer, seed=0, repeat=False
-    )
+    places = [("validation", source)]
+    data = _open(job, places, job.validation_seq_len, tokenizer, seed=0, repeat=False)
     if settings.steps != -1 and isinstance(data, Windows):
         data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
@@ -91,8 +88,7 @@ def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
 
 def _open(
     job: Job,
-    key: str,
-    parts: list[MixturePart],
+    parts: list[tuple[str, MixturePart]],
     seq_len: int,
     tokenizer: Tokenizer | None,
     seed: int,
@@ -100,23 +96,23 @@ def _open(
 ) -> Windows | Stream:
     training = job.config.training
     masked = training.document_mask
-    dataset = parts[0].dataset
-    if is_streamed(dataset):
-        name, shards = open_stream(key, dataset, parts[0].dataset_path)
-        tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{dataset}"')
+    key, first = parts[0]
+    if is_streamed(first.dataset):
+        name, shards = open_stream(key, first.dataset, first.dataset_path)
+        tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{first.dataset}"')
         settings = training.dataloader.stall_timeout_seconds, training.text_key
         return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
     more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader
-    sources = [open_source(key, part.dataset, part.dataset_path, *more) for part in parts]
+    sources = [open_source(key, part.dataset, part.dataset_path, *more) for key, part in parts]
     windows: list[WindowSource] = []
-    for part, source in zip(parts, sources, strict=True):
+    for (key, part), source in zip(parts, sources, strict=True):
         if training.packing == "first-fit":
             windows.append(Packed(source, seq_len, key))
         else:
             windows.append(Concatenated(source, seq_len, masked, key))
         if part.dataset == "chat":
             windows[-1] = Trained(windows[-1])
-    weights = tuple(part.weight for part in parts)
+    weights = tuple(part.weight for _, part in parts)
     data = Windows(
         windows,
         seq_len,

@@ -112,6 +112,7 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
 
 def data_faults(loaded: Loaded) -> list[ConfigFault]:
     """Return the faults of the data of an invalid config that are found without its model."""
+    from titanlite.data.documents import require_folder
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -119,9 +120,10 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
     assets = config.model.hf_assets_path
     checks: list[tuple[Any, ...]] = [(load_tokenizer, assets)] * ("://" not in assets)
     for section, part in _datasets(config):
-        if is_streamed(part.dataset) or (
-            part.dataset in ("text", "tokens", "chat") and not part.dataset_path
-        ):
+        if is_streamed(part.dataset):
+            checks.append((require_folder, section, part.dataset_path))
+            continue
+        if part.dataset in ("text", "tokens", "chat") and not part.dataset_path:
             continue
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
@@ -135,15 +137,13 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
 
 def _fault(error: UserError, entries: Mapping[str, Entry], key: str = "") -> ConfigFault:
     """Return a fault of the data with the origin of its value; `key` is for an error without."""
-    entry = entries.get(error.key)
-    # Not in a mixture.
-    origin = entry.origin if entry and entry.value == error.value else ""
-    return ConfigFault(error.key or key, error.why, error.value, origin)
+    entry = entries.get(error.key.partition(" entry ")[0])  # of a mixture
+    return ConfigFault(error.key or key, error.why, error.value, entry.origin if entry else "")
 
 
 def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
     """Return what a run reads, each with its section."""
-    parts: list[tuple[str, Any]] = [("training", part) for part in config.training.sources]
+    parts: list[tuple[str, Any]] = [*config.training.places]
     return [*parts, ("validation", config.validation)] if config.validation.enable else parts
 
 

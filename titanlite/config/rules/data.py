@@ -82,10 +82,10 @@ def _path_fault(name: str, path: str) -> str:
 
 def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
     training = config.training
-    for part in training.mixture:
+    for number, part in enumerate(training.mixture, 1):
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
-            yield "training.mixture", f"{why}; download it and use text, or tokens"
+            yield "training.mixture", f"entry {number}: {why}; download it and use text, or tokens"
     found = streamed(config)
     if found and training.packing == "first-fit":
         section, name = found[0]
@@ -129,6 +129,6 @@ def _mixtures_add_up(config: ConfigView) -> Refusals:
                 f"training.{name}",
                 f"every source of training.mixture has its own {name}; remove the key",
             )
-    for part in parts:
+    for number, part in enumerate(parts, 1):
         if why := _path_fault(part.dataset, part.dataset_path):
-            yield "training.mixture", why
+            yield "training.mixture", f"entry {number}: {why}"
