@@ -79,8 +79,9 @@ def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
     """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
-    places = [("validation", source)]
-    data = _open(job, places, job.validation_seq_len, tokenizer, seed=0, repeat=False)
+    data = _open(
+        job, [("validation", source)], job.validation_seq_len, tokenizer, seed=0, repeat=False
+    )
     if settings.steps != -1 and isinstance(data, Windows):
         data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
@@ -100,8 +101,10 @@ def _open(
     if is_streamed(first.dataset):
         name, shards = open_stream(key, first.dataset, first.dataset_path)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{first.dataset}"')
-        settings = training.dataloader.stall_timeout_seconds, training.text_key
-        return Stream(name, shards, tokenizer, seq_len, seed, repeat, masked, *settings)
+        limit = training.dataloader.stall_timeout_seconds
+        return Stream(
+            name, shards, tokenizer, seq_len, seed, repeat, masked, limit, training.text_key
+        )
     more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader
     sources = [open_source(key, part.dataset, part.dataset_path, *more) for key, part in parts]
     windows: list[WindowSource] = []
