@@ -66,15 +66,20 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
     base.rename(moved)
-    with pytest.raises(UserError, match=f"with the weights of {named}, which are not there"):
+    lost = f"with the weights of {named}, which are not there, and "
+    with pytest.raises(UserError, match=f"{lost}{base}/checkpoint does not exist"):
         load(tuned)
-    after = load(tuned, f"--checkpoint.initial_load_path={moved}/checkpoint")[0].state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    with pytest.raises(UserError, match=f"{lost}{tuned.parent} has no {named.name}: name"):
+        load(tuned, f"--checkpoint.initial_load_path={tuned.parent}")
+    for place in (moved, moved / "checkpoint", find_checkpoint(moved)):
+        after = load(tuned, f"--checkpoint.initial_load_path={place}")[0].state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
     export = ["checkpoint", "export", str(tuned)]
-    assert cli.main([*export, str(tuned / "a")]) == 2
-    assert "which are not there" in capsys.readouterr().err
-    assert cli.main([*export, str(tuned / "b"), f"--base={moved}/checkpoint"]) == 0
+    assert cli.main([*export, str(tuned / "a"), "--base=typo"]) == 2
+    error = capsys.readouterr().err
+    assert "typo does not exist: name their folder in" in error and "export: --base" in error
+    assert cli.main([*export, str(tuned / "b"), f"--base={moved}"]) == 0
     assert cli.main(["checkpoint", "show", str(tuned)]) == 0
     assert f"{named}, fingerprint " in capsys.readouterr().out
     pool.run(trained, [*SAVED, "--debug.seed=7"], str(base), world=1)
@@ -84,6 +89,13 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
         pool.run(trained, argv, str(tuned), world=1)
     assert cli.main([*export, str(tuned / "c")]) == 2
     assert not (tuned / "c").exists()
+
+
+def test_another_rank_is_named_before_the_tensors(pool, tmp_path):
+    pool.run(trained, [*TUNED, "--training.steps=1"], str(tmp_path), world=1)
+    first = r"exclude_from_loading:\s+lora.rank: 3 in the checkpoint, 4 in this run\n"
+    with pytest.raises(Exception, match=first):
+        pool.run(trained, [*TUNED, "--lora.rank=4"], str(tmp_path), world=1)
 
 
 def digests_on_a_mesh(values: torch.Tensor) -> list[int]:

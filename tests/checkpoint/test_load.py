@@ -42,6 +42,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.checkpoint.resume import saved_model
+from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.rules import check_model
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
@@ -230,9 +231,11 @@ def weights_of(argv: list[str], folder: str) -> dict:
 
 def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     expected = load_tensors(saved / "checkpoint/step-3")
-    argv = [*TINY, f"--checkpoint.initial_load_path={saved}/checkpoint"]
-    (found,) = pool.run(weights_of, argv, str(tmp_path / "a"), world=1)
-    assert found["step"] == 0 and f"loaded weights from {saved}/checkpoint/step-3" in found["log"]
+    for place in (saved, saved / "checkpoint"):
+        argv = [*TINY, f"--checkpoint.initial_load_path={place}"]
+        (found,) = pool.run(weights_of, argv, str(tmp_path / "a"), world=1)
+        begin = f"loaded weights from {saved}/checkpoint/step-3"
+        assert found["step"] == 0 and begin in found["log"], place
     assert all(
         torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found["weights"].items()
     )
@@ -244,6 +247,23 @@ def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
     (found,) = pool.run(weights_of, argv, str(tmp_path / "b"), world=1)
     assert found["step"] == 2 and f"resumed step 2 from {saved}/checkpoint/step-2" in found["log"]
     assert steps_in(saved) == ["step-1", "step-2", "step-3"], "another run's folder is only read"
+
+
+def test_a_place_of_checkpoints_is_one_or_a_folder_of_them_or_a_run_by_its_config(tmp_path):
+    (tmp_path / "config.toml").write_text('[checkpoint]\nfolder = "mine"\n')
+    steps = [tmp_path / "mine" / f"step-{step}" for step in (2, 10)]
+    for folder in (*steps, tmp_path / "checkpoint/step-30"):
+        folder.mkdir(parents=True)
+        shutil.copy(tmp_path / "config.toml", folder)
+    assert checkpoints_of(tmp_path) == checkpoints_of(tmp_path / "mine") == steps
+    assert checkpoints_of(steps[0]) == steps[:1]
+    copied = steps[0].rename(tmp_path / "copied")
+    (copied / MANIFEST).touch()
+    assert checkpoints_of(copied) == [copied]
+    (tmp_path / "config.toml").write_text("not a config")
+    assert checkpoints_of(tmp_path) == [tmp_path / "checkpoint/step-30"]
+    for none in ("mine/step-30", "nowhere", "config.toml"):
+        assert checkpoints_of(tmp_path / none) == []
 
 
 def refused(

@@ -345,6 +345,7 @@ def test_a_step_to_load_that_is_not_there_is_refused_before_anything_is_moved(
             "no manifest.json; --model.flavor hf starts from a Hugging Face folder",
         ),
         (["--checkpoint.initial_load_path={}/checkpoint"], "step-4/manifest.json: damaged"),
+        (["--checkpoint.initial_load_path={}"], "step-4/manifest.json: damaged"),
         (["--checkpoint.enable", "--checkpoint.load_step=4"], "checkpoint.load_step: "),
     ],
 )

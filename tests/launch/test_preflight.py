@@ -39,6 +39,12 @@ def refused(monkeypatch, tmp_path):
     return refusal
 
 
+def test_the_launcher_opens_no_bucket_to_check_the_start(refused, tmp_path):
+    (tmp_path / "was").mkdir()
+    (tmp_path / "was/config.toml").write_text('[checkpoint]\nfolder = "no-store://would/raise"\n')
+    assert not refused([*TINY, f"--checkpoint.initial_load_path={tmp_path}/was"])
+
+
 @pytest.mark.parametrize(("host_gib", "processes", "has"), [(200, 1, ""), (200, 4, "49.6")])
 def test_offloaded_state_is_compared_with_the_memory_of_the_host(
     refused, monkeypatch, host_gib, processes, has

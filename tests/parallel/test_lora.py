@@ -93,6 +93,7 @@ def test_only_adapters_are_trained(pool, tmp_path, alone):
     ("options", "message"),
     [
         ("--lora.patterns=['*.w9']", "matches no matrix; there is layers.*.attention.wq"),
+        ("--lora.patterns=[]", "no matrix has an adapter, so nothing"),
         ("--model.freeze=['output.*']", "freezes all but its adapters"),
         ("--lora.dropout=0.1 --parallelism.tensor_parallel_degree=2", "would drop other inputs"),
         ("--quantize.linear.float8.enable", "float8 converts no layer with an adapter"),

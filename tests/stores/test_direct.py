@@ -96,6 +96,15 @@ def test_a_model_is_loaded_from_a_url(train, url, tmp_path, monkeypatch):
     assert not any((tmp_path / "cache/titanlite/checkpoints").iterdir())
 
 
+def test_a_run_starts_from_a_url_and_from_a_dump_folder_that_names_it(train, url, tmp_path):
+    train(1)
+    shutil.move(tmp_path / "run", tmp_path / "was")
+    for start in (url, tmp_path / "was"):
+        path = f"--checkpoint.initial_load_path={start}"
+        _, begun, log = train(1, path, "--checkpoint.enable=false")
+        assert begun == 0 and f"loaded weights from {url}/step-1" in log
+
+
 @pytest.mark.long
 def test_a_checkpoint_of_another_mesh_is_read_once_over_all_ranks(pool, proxy, url, tmp_path):
     folders = str(tmp_path / "run"), str(tmp_path / "cache")

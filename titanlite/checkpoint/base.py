@@ -6,7 +6,7 @@ the values, which is the same on every mesh, and whoever reads the base compares
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.manifest import MANIFEST, Base, Manifest, read_manifest
 from titanlite.checkpoint.resume import Resume
+from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError
 from titanlite.parallel.dtensor import local_part
@@ -29,6 +30,7 @@ from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects
 
 _BLOCK = 1 << 18  # elements whose places are in memory at once
+_KEY = "checkpoint.initial_load_path (checkpoint export: --base)"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -114,22 +116,31 @@ class BaseWeights:
         if (found := _shown(total)) != self._base.fingerprint:
             raise UserError(
                 f"{self.folder} has weights of the fingerprint {found}, and the adapters were "
-                f"trained with {self._base.fingerprint}: name the folder of those in "
-                "checkpoint.initial_load_path, and keep training.dtype"
+                f"trained with {self._base.fingerprint}: name the folder of those in {_KEY}, "
+                "and keep training.dtype"
             )
 
 
 def _find(base: Base, given: str) -> Path:
-    places = [place(base.folder)]
-    if given:
-        places += [place(given) / places[0].name, place(given)]
-    for folder in places:
+    for folder in _places(base, given):
         if store.exists(folder / MANIFEST) or store.exists(folder / "config.json"):
             return folder
+    why = f"has no {Path(base.folder).name}" if store.exists(place(given)) else "does not exist"
     raise UserError(
-        f"the adapters were trained with the weights of {base.folder}, which are not there: "
-        "name their folder in checkpoint.initial_load_path"
+        f"the adapters were trained with the weights of {base.folder}, which are not there"
+        f"{given and f', and {given} {why}'}: name their folder in {_KEY}"
     )
+
+
+def _places(base: Base, given: str) -> Iterator[Path]:
+    """Yield where the base was, and where it may be in a folder of weights or of a run."""
+    was = place(base.folder)
+    yield was
+    if given:
+        moved = place(given)
+        yield moved / was.name
+        yield moved
+        yield from (step for step in checkpoints_of(moved) if step.name == was.name)
 
 
 def digest(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> int:

@@ -34,6 +34,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.places import Chunk
 from titanlite.checkpoint.resume import DATA, Resume, excluded
+from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
@@ -41,7 +42,7 @@ from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 
@@ -78,9 +79,9 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
 
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
-    """Return a checkpoint anywhere, or the newest one in a folder of them."""
-    steps = _committed(path, group)
-    folder = step_folder(path, steps[-1]) if steps else path
+    """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
+    found = str([path, *checkpoints_of(path)][-1]) if rank_in(group) == 0 else ""
+    folder = place(gather_objects(found, group)[0])
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 
@@ -145,6 +146,11 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
+    both = manifest.tensors, tensors
+    for name in loaded & manifest.tensors.keys() & tensors.keys():
+        if name.endswith("lora_A"):
+            saved["lora.rank"], wanted["lora.rank"] = (str(each[name].shape[0]) for each in both)
+            loaded.add("lora.rank")
     if differences := list(_differences(saved, wanted, loaded)):
         raise UserError(
             f"{folder} does not fit this run; nothing was loaded. A new run: give another "

@@ -1,9 +1,12 @@
-"""Where a run saves its checkpoints. No torch."""
+"""Where a run saves its checkpoints, and where a place that a user names has some. No torch."""
 
 import math
 from pathlib import Path
 
+from titanlite.checkpoint.manifest import CONFIG, MANIFEST, committed, step_folder, step_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import tomllib
+from titanlite.runtime import store
 from titanlite.runtime.bucket import Uploads, place
 
 
@@ -19,3 +22,22 @@ def store_of(config: JobConfig, url: str) -> Path:
         limit = 0.9 * config.comm.checkpoint_timeout_seconds
     bounds = given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds
     return place(url, uploads=Uploads(*bounds, limit))
+
+
+def saved_root(dump_folder: Path) -> str:
+    """Return where the run in a dump folder saves its checkpoints, by its config."""
+    try:
+        folder = tomllib.loads(store.read(dump_folder / CONFIG).decode())["checkpoint"]["folder"]
+        return folder if "://" in folder else f"{dump_folder / folder}"
+    except (OSError, ValueError, LookupError, TypeError):  # no config, or none of a run
+        return f"{dump_folder}/checkpoint"
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """Return a checkpoint, or those of a folder or a run, oldest first."""
+    if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
+        return [path]
+    for root in map(place, (f"{path}", saved_root(path), f"{path}/checkpoint")):
+        if steps := committed(root):
+            return [step_folder(root, step) for step in steps]
+    return []

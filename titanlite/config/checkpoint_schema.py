@@ -44,7 +44,8 @@ class Checkpoint(Section):
     load_step: Annotated[Literal[-1] | Natural, Only()] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Only()] = ""
-    """Checkpoint to start from if there is none to resume; also a URL."""
+    """Checkpoint, folder of them or dump folder to start from if there is none to resume; also a
+    URL."""
     initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
     reads it."""

@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.checkpoint.root import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root, checkpoints_of, saved_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
@@ -242,7 +242,7 @@ def _check_start(job: Job) -> None:
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
-    elif "://" in settings.initial_load_path:
+    elif "://" in settings.initial_load_path + saved_root(path):
         return  # no bucket is opened here
     elif settings.initial_load_in_hf and not steps:
         from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -252,9 +252,9 @@ def _check_start(job: Job) -> None:
         except UserError as error:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
-        folder = step_folder(path, found[-1]) if (found := committed(path)) else path
+        newest = [path, *checkpoints_of(path)][-1]
         _require_complete(
-            "checkpoint.initial_load_path", folder, not settings.initial_load_model_only
+            "checkpoint.initial_load_path", newest, not settings.initial_load_model_only
         )
 
 

@@ -233,9 +233,6 @@ class BucketPath:
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
 
-    def glob(self, pattern: str) -> list[BucketPath]:
-        return []
-
     def stat(self) -> Any:
         entry = self.entry or self.bucket.call("head", self.key)
         return SimpleNamespace(st_size=entry["size"], st_mtime=entry["last_modified"].timestamp())

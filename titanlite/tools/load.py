@@ -24,18 +24,15 @@ from titanlite.checkpoint.manifest import (
     is_complete,
     is_foreign,
     read_manifest,
-    step_folder,
-    step_of,
 )
 from titanlite.checkpoint.resume import Resume, saved_model
-from titanlite.checkpoint.root import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root, checkpoints_of, saved_root
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.transfer import copy_files, fetched, flat_manifest
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
-from titanlite.config.toml import tomllib
 from titanlite.errors import UserError, command_line, some_of
 from titanlite.observe.progress import track
 from titanlite.runtime import store
@@ -88,7 +85,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
         config = job.config if job else load_config(given).config
         checkpoint = checkpoint_root(config)
         if not job and not committed(checkpoint):  # the run there may have set checkpoint.folder
-            checkpoint = saved_root(Path(config.job.dump_folder))
+            checkpoint = place(saved_root(Path(config.job.dump_folder)))
         if not committed(checkpoint):
             raise UserError(
                 f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint"
@@ -144,16 +141,13 @@ def find_checkpoints(path: Path) -> list[Path]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
     if path.is_file():
         raise UserError(f"{path} is a file; name the checkpoint's folder")
-    if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
-        return [path]
-    for root in (path, saved_root(path), path / "checkpoint"):
-        folders = [step_folder(root, step) for step in committed(root)]
-        if folders and not is_foreign(folders[-1]):
-            return folders
-    for folder in (path, *path.glob("step-*"), *path.glob("*/step-*")):
-        if is_foreign(folder):
-            raise UserError(f"{folder}: {FOREIGN}")
-    raise UserError(_why_none(path))
+    folders = checkpoints_of(path)
+    newest = [path, *folders][-1]
+    if is_foreign(newest):
+        raise UserError(f"{newest}: {FOREIGN}")
+    if not folders:
+        raise UserError(_why_none(path))
+    return folders
 
 
 def _why_none(path: Path) -> str:
@@ -166,16 +160,6 @@ def _why_none(path: Path) -> str:
         command = command_line("titanlite", "checkpoint", "import", f"{path}", "OUT")
         return f"{path} is a Hugging Face folder; to make a checkpoint of it: {command}"
     return f"no checkpoint in {path}"
-
-
-def saved_root(dump_folder: Path) -> Path:
-    """Return where the run in a dump folder saves its checkpoints, by its config."""
-    try:
-        saved = tomllib.loads(store.read(dump_folder / CONFIG).decode())
-        folder = saved["checkpoint"]["folder"]
-        return place(folder) if "://" in folder else dump_folder / folder
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # no config, or none of a run
-        return dump_folder / "checkpoint"
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -88,6 +88,8 @@ def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
     if not legal:
         yield "lora.rank", f"{spec.name} has no column or row matrices, which have adapters"
         return
+    if not spec.adapters.patterns:
+        yield "lora.patterns", "no matrix has an adapter, so nothing is trained"
     for pattern in spec.adapters.patterns:
         if not any(fnmatchcase(path, pattern) for path in legal):
             yield "lora.patterns", f'"{pattern}" matches no matrix; there is {", ".join(legal)}'
