@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 218_019}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 218_199}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -59,11 +59,13 @@ first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale 4,260,
 above its allowance.
 the first hour, what was left: 2,340 (1,000) for trackers, plots in the terminal and over a key,
 progress.
-the first hour, what newcomers stumbled over: 1,806, of which 840 for the view of a run that starts,
+the first hour, what newcomers stumbled over: 1,986, of which 840 for the view of a run that starts,
 the runs of a sweep and their names, what a report says was trained, and curves on a narrow screen;
 250 (250) for why a place has no checkpoint, a copy that is there already, one form for a data set
 that is not there, and legends; 297 (150) for streamed files that no other try would mend,
-folders of streams that are not there, and the entries of a mixture.
+folders of streams that are not there, and the entries of a mixture; 180 (150) for the dump
+folder as checkpoint.initial_load_path and as the place of a base that was moved, and for lora.rank
+and lora.patterns by name.
 models and data that people bring: 9,032 of 3,000, for transformers' classes and formats of data
 1,968, of which 468 for OLMo's tables and a type of raw ids, for LoRA 2,101, for chats 2,056, for
 `data show` of any data 692, for all of trl's templates, questions to a model and templates of an
