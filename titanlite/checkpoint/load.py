@@ -35,7 +35,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.places import Chunk
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.root import checkpoints_of
-from titanlite.checkpoint.rules import require_step
+from titanlite.checkpoint.rules import differences, require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
@@ -151,12 +151,12 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         if name.endswith("lora_A"):
             saved["lora.rank"], wanted["lora.rank"] = (str(each[name].shape[0]) for each in both)
             loaded.add("lora.rank")
-    if differences := list(_differences(saved, wanted, loaded)):
+    if found := list(differences(saved, wanted, loaded)):
         raise UserError(
             f"{folder} does not fit this run; nothing was loaded. A new run: give another "
             "job.dump_folder, and checkpoint.initial_load_path to start from weights that fit. "
             "This run: list the exceptions in checkpoint.exclude_from_loading:"
-            f"{some_of(differences)}"
+            f"{some_of(found)}"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}
     read(folder, manifest, tensors, group)
@@ -176,25 +176,6 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
 
 def _describe(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype.removeprefix('torch.')} of shape {list(shape)}"
-
-
-def _differences(
-    saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]
-) -> Iterable[str]:
-    for name in sorted(names):
-        if name not in saved:
-            yield f"{name}: not in the checkpoint"
-        elif name not in wanted:
-            yield f"{name}: only in the checkpoint"
-        elif _comparable(name, saved[name]) != _comparable(name, wanted[name]):
-            yield f"{name}: {saved[name]} in the checkpoint, {wanted[name]} in this run"
-
-
-def _comparable(name: str, description: str) -> str:
-    """optimizer.state_dtype may differ: loading casts."""
-    return (
-        description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
-    )
 
 
 def load_tensors(

@@ -1,5 +1,5 @@
-"""Rules between a run and the checkpoint that it loads: steps, batches, and the fields of the
-model.
+"""Rules between a run and the checkpoint that it loads: steps, batches, tensors, and the
+fields of the model.
 """
 
 import json
@@ -53,6 +53,26 @@ def check_model(
         for pattern in exclude
         if not (pattern.startswith(_FIELD) and any(excluded(key, [pattern]) for key in ours))
     ]
+
+
+def differences(
+    saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]
+) -> Iterator[str]:
+    """Yield how the tensors of a checkpoint differ from those of a run."""
+    for name in sorted(names):
+        if name not in saved:
+            yield f"{name}: not in the checkpoint"
+        elif name not in wanted:
+            yield f"{name}: only in the checkpoint"
+        elif _comparable(name, saved[name]) != _comparable(name, wanted[name]):
+            yield f"{name}: {saved[name]} in the checkpoint, {wanted[name]} in this run"
+
+
+def _comparable(name: str, description: str) -> str:
+    """optimizer.state_dtype may differ: loading casts."""
+    return (
+        description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
+    )
 
 
 def batch_changes(
