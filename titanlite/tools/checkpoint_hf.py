@@ -37,6 +37,8 @@ def export(arguments: Namespace) -> int:
     """Write the weights of a checkpoint for other programs, or upload them."""
     out = arguments.out
     _refuse_existing(out)
+    if "://" not in out and committed(Path(out).absolute().parent):
+        hold_run(Path(out))
     folder = find_checkpoint(arguments.folder)
     with brought(folder) as source:
         contents = None if arguments.verify == "full" else ()
@@ -59,8 +61,6 @@ def _target(out: str, name: str) -> Iterator[Path]:
 
 def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
     """Write the weights into a folder."""
-    if committed(target.absolute().parent):
-        hold_run(target)
     import torch
 
     from titanlite.checkpoint.base import BaseWeights
