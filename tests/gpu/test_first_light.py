@@ -17,7 +17,7 @@ import pytest
 
 from tests.gpu import fake_gpu
 from tests.gpu.conftest import only_with_compile
-from tests.launch.run import ROOT, alive, environment
+from tests.launch.run import ROOT, environment, left_over
 
 COMPARE_NUMBERS = {"verify", "verify experts"}
 """On fake GPUs all that the host reads is zero."""
@@ -59,7 +59,7 @@ def test_a_row_without_an_end_is_ended_with_all_that_it_started(tmp_path):
     assert "| endless | FAILED | not done within 2 s: " in lines[2]
     assert "| later | FAILED | not started: no time was left |" in lines[3]
     assert time.monotonic() - start < 2 + first_light.END_SECONDS
-    assert not alive(int(child.read_text()))
+    assert left_over([int(child.read_text())]) == []
 
 
 def run_on(library: Path, folder: Path, gpus: int, chosen: str) -> dict[str, tuple[str, str]]:

@@ -64,9 +64,17 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     url, proxy, tmp_path
 ):
     here = {"NGPU": "2", **credentials(proxy.port)}
+    stored = list[str]()
+
+    def note(method: str, path: str) -> None:
+        if method == "PUT":
+            stored.append(path.partition("?")[0].rpartition("/")[2])
+
+    proxy.rule = note
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]
     process = start(argv, folder, **here)
     until(process, folder / "checkpoint/mirrored", 30)
+    assert stored.index("metrics.jsonl") < stored.index("manifest.json")
     for pid in [process.pid, *descendants(process.pid)]:
         os.kill(pid, signal.SIGKILL)
     process.wait()

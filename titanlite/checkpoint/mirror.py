@@ -218,11 +218,12 @@ class Mirror:
             return is_there
 
         def end() -> None:
+            # First: where a step is found, its metrics are.
+            transfer.copy_records(self._outer, self.root)
             with self._changing:
                 transfer.end(source, target)
                 self._note(step)
             store.copy(self._local / transfer.LATEST, self.root / transfer.LATEST)
-            transfer.copy_records(self._outer, self.root)
             keep = self._settings.mirror_keep_latest_k, self._settings.keep_every
             for old in steps_to_delete(self.root, *keep, self._complete):
                 transfer.remove(step_folder(self.root, old))
