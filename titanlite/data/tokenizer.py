@@ -58,10 +58,11 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f"cannot read tokenizer.json there: {error.strerror}. "
+                "Without one, train on token shards. "
                 "transformers makes one from vocab.json and the like: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). "
                 'To fetch one: hf download REPO --include "tokenizer*" '
-                f"--local-dir {shlex.quote(str(folder))}. Without one, train on token shards",
+                f"--local-dir {shlex.quote(str(folder))}",
                 origin,
                 str(folder),
             ) from None
