@@ -34,7 +34,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.places import Chunk
 from titanlite.checkpoint.resume import DATA, Resume, excluded
-from titanlite.checkpoint.root import checkpoints_of
+from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.rules import differences, require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
@@ -80,7 +80,7 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
-    found = str([path, *checkpoints_of(path)][-1]) if rank_in(group) == 0 else ""
+    found = str(newest_of(path)) if rank_in(group) == 0 else ""
     folder = place(gather_objects(found, group)[0])
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 

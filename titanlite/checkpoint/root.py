@@ -33,6 +33,11 @@ def saved_root(dump_folder: Path) -> str:
         return f"{dump_folder}/checkpoint"
 
 
+def newest_of(path: Path) -> Path:
+    """Return the newest of a place's checkpoints, or the place itself if it has none."""
+    return [path, *checkpoints_of(path)][-1]
+
+
 def checkpoints_of(path: Path) -> list[Path]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):

@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.checkpoint.root import checkpoint_root, checkpoints_of, saved_root
+from titanlite.checkpoint.root import checkpoint_root, newest_of, saved_root
 from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
@@ -252,9 +252,8 @@ def _check_start(job: Job) -> None:
         except UserError as error:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
-        newest = [path, *checkpoints_of(path)][-1]
         _require_complete(
-            "checkpoint.initial_load_path", newest, not settings.initial_load_model_only
+            "checkpoint.initial_load_path", newest_of(path), not settings.initial_load_model_only
         )
 
 

@@ -51,14 +51,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),
-        Table("evaluations", "Evaluations", ("step", "validation loss"), validated),
     ]
+    if validated:
+        tables.append(Table("evaluations", "Evaluations", ("step", "validation loss"), validated))
     parts = [
         html_table(Table("run", "", (), _facts(record))),
         f"<pre>{escape(summarize([record]))}</pre>",
         pictures([record], "steps"),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
-        *(html_table(table) for table in tables if table.rows),
+        *map(html_table, tables),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
     ]
     description = tomllib.loads(config).get("job", {}).get("description")
