@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# All checks: ./scripts/test.sh [--long] [pytest arguments]
-# --long adds the tests that are marked long. With other arguments only pytest runs, and gets them.
+# All checks: ./scripts/test.sh [--long | --exhaustive] [pytest arguments]
+# --long adds the tests that are marked long, --exhaustive those and every further row. With other arguments only pytest
+# runs, and gets them.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$here/scripts/python.sh"
 python=$("$python" "$here/scripts/environment.py" --dev)
 cd "$here"
-if [ $# -gt 0 ] && [ "$*" != --long ]; then
+if [ $# -gt 0 ] && [ "$*" != --long ] && [ "$*" != --exhaustive ]; then
     exec "$python" -m pytest "$@"
 fi
 "$python" -m ruff check --output-format concise .
@@ -15,7 +16,7 @@ fi
 # Several files at a time, with one pool of ranks each: two keep two cores busy. The long tests wait more: for time
 # limits, other hosts, a scheduler.
 files=2
-if [ "${1:-}" = --long ]; then
+if [ $# -gt 0 ]; then
     files=3
 fi
 exec "$python" -m pytest -n $files --dist loadfile --no-loadscope-reorder "$@"

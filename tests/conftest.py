@@ -1,5 +1,5 @@
-"""One pool of ranks for the whole session, and two lanes: tests marked `long` run with --long or
-when named.
+"""One pool of ranks for the whole session, and three lanes: tests marked `long` run with --long,
+those marked `exhaustive` with --exhaustive, and both when named.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _leaves_no_run() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests that are marked long")
+    parser.addoption("--exhaustive", action="store_true", help="run every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,15 +100,16 @@ def pytest_configure(config: pytest.Config) -> None:
             or config.option.keyword
             or config.option.markexpr
         )
-        config.option.long = bool(config.option.long or named)
+        config.option.exhaustive = bool(config.option.exhaustive or named)
+        config.option.long = config.option.long or config.option.exhaustive
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.long:
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        config.stash[LEFT_OUT] = len(long)
+    lanes = [lane for lane in ("long", "exhaustive") if not config.getoption(lane)]
+    left_out = [item for item in items if any(map(item.get_closest_marker, lanes))]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.stem not in SLOW_FILES, -tests[item.path]))
 
@@ -126,8 +128,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.stash[LEFT_OUT]:
         terminalreporter.line(
-            f"left out: {config.stash[LEFT_OUT]} tests marked long; "
-            "./scripts/test.sh --long runs all"
+            f"left out: {config.stash[LEFT_OUT]} tests; ./scripts/test.sh --long runs the long "
+            "ones, --exhaustive all"
         )
     if ABORTS.exists():
         terminalreporter.line(

@@ -199,6 +199,10 @@ def injure(folder, fault: str, stall: int, *argv: str, **environ: str):
             ("sleep:data:0:5", 3, "rank 0: behind the others"),
         ],
         ("stop:backward:1:5", 3, "rank 1: stopped"),
+        long=[
+            ("spin:backward:1:5", 8, r"rank 1: no heartbeat for \d+ s"),
+            ("sleep:data:0:5", 3, "rank 0: behind the others"),
+        ],
     ),
 )
 def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault, stall, says):
@@ -237,8 +241,7 @@ def test_a_rank_that_dies_when_it_is_asked_for_its_stack_does_not_hide_the_hang(
     assert "SIGUSR2" not in out and "failed first" not in out, out
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", sample([0, 1], long=[1]))
 def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(
     tmp_path, rank
 ):

@@ -36,6 +36,7 @@ def soak(tmp_path_factory):
         "before the rename",
         "after the rename",
         "half a deletion",
+        every=2,
     ),
 )
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):

@@ -159,8 +159,13 @@ def test_the_time_limit_stops_a_run(tmp_path):
 PHASES = ["forward:1", "data:6", "backward:6", "validation:6", "save:6"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("rank", "where"), [(at % 2, where) for at, where in enumerate(PHASES)])
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    sample(
+        [(at % 2, where) for at, where in enumerate(PHASES)],
+        long=[(0, "forward:1"), (1, "validation:6"), (0, "save:6")],
+    ),
+)
 def test_a_request_is_heeded_in_any_phase(tmp_path, rank, where):
     """In the first step it compiles; a validation is abandoned; a save of the step is finished, and
     none added.
@@ -178,8 +183,9 @@ def test_a_request_is_heeded_in_any_phase(tmp_path, rank, where):
     assert saves == sorted({*saves}) and saves[-1] == reached
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signaled", ["a rank", "the launcher", "all", "before"])
+@pytest.mark.parametrize(
+    "signaled", sample(["a rank", "the launcher", "all", "before"], long=["a rank", "all"])
+)
 def test_a_run_that_only_starts_loses_nothing(tmp_path, signaled):
     """A rank dies of a signal that it is too young to hear, and the launcher knows why."""
     nodes = {
@@ -211,8 +217,7 @@ def test_a_run_that_only_starts_loses_nothing(tmp_path, signaled):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("to", ["the launcher", "rank 1"])
+@pytest.mark.parametrize("to", sample(["the launcher", "rank 1"], long=["rank 1"]))
 def test_a_second_signal_ends_the_run_at_once_and_names_what_is_lost(tmp_path, to):
     """The save would take longer than anyone waits."""
     argv = ["--fault.grace_seconds=600", "--checkpoint.interval=3", "--metrics.log_freq=2"]

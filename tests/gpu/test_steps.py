@@ -110,7 +110,14 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("row", sample(ROWS, "FSDP"))
+IN_CI = [
+    "FSDP x expert parallel", "FSDP x context parallel", "HSDP x tensor parallel", "1F1B x FSDP",
+    "Interleaved1F1B", "ZBVZeroBubble", "float8 gathered", "offload", "skipping", "documents",
+]  # fmt: skip
+"""A row for each mechanism; the others are its relatives and products."""
+
+
+@pytest.mark.parametrize("row", sample(ROWS, "FSDP", long=IN_CI))
 def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row, row):
     if row == "documents" and not os.environ.get(COMPILE):
         pytest.skip("compiles FlexAttention for minutes: scripts/test_fake_gpu.sh --compile")
@@ -149,8 +156,7 @@ COMMUNICATORS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", COMMUNICATORS)
+@pytest.mark.parametrize("row", sample(COMMUNICATORS, long=["FSDP", *IN_CI]))
 def test_a_layout_has_so_many_communicators(train_row, row):
     made, used = COMMUNICATORS[row]
     (trace, *_) = train_row(row).traces

@@ -17,6 +17,8 @@ from tests.jobs import OUTSIDE
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[subprocess.Popen] = []
+MARK = "TITANLITE_TEST_RUN"
+"""A variable that all processes of a run inherit: its number in STARTED, by this process."""
 CLEARED = (
     "NGPU",
     "LOG_RANK",
@@ -51,7 +53,7 @@ def start(
 ) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
-        env=environment(**environ),
+        env=environment(**{MARK: f"{os.getpid()}.{len(STARTED)}", **environ}),
         stdout=out,
         stderr=subprocess.STDOUT,
         text=True,
@@ -65,12 +67,19 @@ def kill_started(since: int) -> None:
     """Kill what a test has started and not awaited: a failed one would leave a run that slows all
     that follow.
     """
+    if STARTED[since:]:
+        _kill_all(range(since, len(STARTED)))
     for process in STARTED[since:]:
-        if process.poll() is None:
-            for pid in [process.pid, *descendants(process.pid)]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
+
+
+def _kill_all(numbers: Iterable[int]) -> None:
+    """Kill every process of these runs, also those that have lost their parent."""
+    marks = {f"{MARK}={os.getpid()}.{number}".encode() for number in numbers}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended
+            if marks & {*path.read_bytes().split(b"\0")}:
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
@@ -78,9 +87,7 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for pid in [process.pid, *descendants(process.pid)]:
-            with suppress(ProcessLookupError):  # it ended with another one
-                os.kill(pid, signal.SIGKILL)
+        _kill_all([STARTED.index(process)])
         out, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out

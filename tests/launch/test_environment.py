@@ -323,12 +323,12 @@ def test_uv_run_trains_in_a_checkout_and_uvx_runs_titanlite_without_one(copy, uv
     online = {"UV_OFFLINE": "0", "UV_PYTHON": sys.executable, "UV_CACHE_DIR": f"{tmp_path}/cache"}
     try:
         for command, found in {
-            f"NGPU=1 uv run titanlite train {TINY_RUN}": "step 1 reached",
+            f"uv run titanlite train {TINY_RUN}": "step 1 reached",
             "uvx --from . titanlite models": "llama3",
         }.items():
-            done = shell(command, copy, uv, **online)
-            if "Failed to fetch" in done.stderr:
-                pytest.skip("uv reaches no package index")
+            done = shell(f"timeout 240 {command}", copy, uv, NGPU="1", **online)
+            if done.returncode == 124 or "Failed to fetch" in done.stderr:
+                pytest.skip("uv reaches no package index, or one that takes more than 4 minutes")
             assert done.returncode == 0 and found in done.stdout, done
     finally:
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)

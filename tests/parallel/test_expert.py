@@ -113,7 +113,13 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", sample(MESHES, "ep2"))
+MESHES_IN_CI = (
+    "replicate2 x ep2", "ep2 over tp2", "dp2 x tp2", "ep4 over dp2 x tp2", "ep4 over dp2 x cp2",
+    "pp2 x ep2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sample(MESHES, "ep2", long=MESHES_IN_CI))
 def test_a_step_equals_that_of_one_process(pool, alone, tmp_path, name):
     """In float64: loss, gradients, norm and weights; initial weights bit for bit. The first ranks
     have no label.
@@ -199,14 +205,23 @@ TECHNIQUES = {  # ranks, options of the mesh, of the run, of the model
 }
 
 
-@pytest.mark.parametrize("name", sample(TECHNIQUES))
+TECHNIQUES_IN_CI = (
+    "dim 1", "uneven in block's group", "compiled, tp", "recomputed, compiled, tp",
+    "by operation, compiled", "prefetching, recomputed, blocks in one group",
+    "offloaded, replicas, tp", "kept whole, experts in block's group", "frozen experts, tp",
+    "interleaved stages", "split backward pass, tp", "stages, recomputed, compiled", "ulysses",
+    "bias",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sample(TECHNIQUES, long=TECHNIQUES_IN_CI))
 def test_techniques_beside_experts_change_no_number(pool, alone, tmp_path, name):
     world, options, words, model = TECHNIQUES[name]
     argv = [*MOE, *model, *options, *words.split()]
     same_as_alone(step_of(pool, argv, tmp_path, world), alone(*model))
 
 
-@pytest.mark.parametrize("words", ["", RECOMPUTED, BY_OPERATION])
+@pytest.mark.parametrize("words", sample(["", RECOMPUTED, BY_OPERATION], long=["", BY_OPERATION]))
 @pytest.mark.parametrize("deferred", ["false", "true", "replicas"])
 @pytest.mark.long
 def test_accumulated_gradients_are_those_of_one_batch(pool, alone, tmp_path, deferred, words):
@@ -332,7 +347,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", sample(EXCHANGES, "plain"))
+@pytest.mark.parametrize("name", sample(EXCHANGES, "plain", every=2))
 def test_each_token_is_sent_to_the_rank_of_its_expert_and_back(pool, tmp_path, name):
     """Three all-to-alls a layer: counts, tokens, outputs; and two in the backward pass, gradients
     of the latter.
@@ -393,8 +408,9 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("experts", [4, 12, 6], ids=["dim 0", "strided", "dim 1"])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "experts", sample([4, 12, 6], long=[12, 6]), ids=["dim 0", "strided", "dim 1"]
+)
 def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, experts):
     """Expert weights and their state, split on dimension 0 by ep, and by FSDP2 on dimension 0 or
     1.
@@ -502,7 +518,12 @@ GATHERING = [
 
 
 @pytest.mark.parametrize(
-    "words", sample([*GATHERING, f"{PREFETCHING} {RECOMPUTED}"], f"{PREFETCHING} {RECOMPUTED}")
+    "words",
+    sample(
+        [*GATHERING, f"{PREFETCHING} {RECOMPUTED}"],
+        f"{PREFETCHING} {RECOMPUTED}",
+        long=["", COMPILED, SECOND],
+    ),
 )
 @pytest.mark.parametrize(
     "options", sample([mesh(ep=2), mesh(tp=2)], mesh(ep=2)), ids=["ep2", "tp2"]

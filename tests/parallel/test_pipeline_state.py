@@ -345,6 +345,7 @@ def test_validation_and_generation_draw_no_dropout_on_any_stage(pool, tmp_path):
             (4, f"{PP2} {TP2}"),
         ],
         (2, PP2),
+        every=2,
     ),
 )
 def test_validation_and_generation_equal_one_process(pool, tmp_path, world, options):

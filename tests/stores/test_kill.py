@@ -11,6 +11,7 @@ import pytest
 
 from tests.failpoints import IN_A_BUCKET, ON_EVERY_RANK
 from tests.faults.rounds import Bucket, Plan, Soak, Watcher, planned
+from tests.lanes import sample
 from tests.stores.server import BUCKET, using
 
 pytestmark = pytest.mark.long
@@ -30,7 +31,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Soak]:
     assert watcher.looks and not watcher.missed
 
 
-@pytest.mark.parametrize("point", IN_A_BUCKET)
+@pytest.mark.parametrize("point", sample(IN_A_BUCKET, every=2))
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     save = 2 if point == IN_A_BUCKET[0] else 1
     assert soak.round(Plan("async", int(point in ON_EVERY_RANK), point, save, seconds=0)) == ""
