@@ -380,8 +380,6 @@ def test_the_command_prepares_shows_and_names_mistakes(library, tmp_path, capsys
     assert "the following arguments are required: SRC" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no such folder or file" in capsys.readouterr().err
-    assert main(["data", "prepare", "s3://a/b", "--out", str(tmp_path / "out")]) == 2
-    assert "s3://a/b: text is not read from a URL: copy it here" in capsys.readouterr().err
     assert (
         main(["data", "prepare", str(library), "--out", str(tmp_path / "out"), "--tokenizer", "no"])
         == 2

@@ -40,6 +40,8 @@ class Documents:
     """Names in the folder that are not read."""
     text_key: str = "text"
     """The field of a line, or the column, that holds the text."""
+    url: str = ""
+    """Where the files are, if `root` is a copy."""
 
     @property
     def are_plain(self) -> bool:
@@ -56,7 +58,7 @@ class Documents:
             f"only {', '.join(SUFFIXES)} files are read, no links to folders, "
             "and no folders without permission"
         )
-        return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
+        return f"{self.url or self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
@@ -72,6 +74,12 @@ class Documents:
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
         files = map(str, zip(self.names, self.sizes, times, strict=True))
         return fingerprint("\n".join([str(self.root.resolve()), *files]))
+
+    def bring(self) -> None:
+        """Make the files those of `root`, if they are elsewhere."""
+
+    def forget(self) -> None:
+        """Delete what `bring` has made."""
 
 
 @cache
@@ -108,25 +116,30 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
         if _is_closed(root):
             raise UserError("no permission to read this folder", origin, value)
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
-        visible = [
-            p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)
-        ]
-        files = [p for p in visible if p.is_file() and p.name.endswith(SUFFIXES)]
-        # a.jsonl.gz has the text of a.jsonl.
-        unpacked = {p.with_name(f"{p.name}.gz") for p in files}
-        documents = _sorted_documents(root, [p for p in files if p not in unpacked])
-        skipped = sorted(
-            p.relative_to(root).as_posix() for p in {*visible} - {*files} | unpacked & {*files}
-        )
+        names = {p.relative_to(root).as_posix() for p in found}
+        read, skipped = chosen(names, {name for name in names if (root / name).is_file()})
+        documents = _sorted_documents(root, [root / name for name in read])
         documents = replace(documents, skipped=tuple(skipped))
     else:
-        missing = "there is no such folder or file"
-        why = "text is not read from a URL: copy it here" if "://" in path else missing
-        raise UserError(why, origin, value)
+        raise UserError("there is no such folder or file", origin, value)
+    refuse_empty(documents, origin, value)
+    return documents
+
+
+def chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
+    """Return which files below a folder are read, and which names are skipped. A hidden one is
+    neither, and a.jsonl.gz has the text of a.jsonl.
+    """
+    visible = {name for name in names if not f"/{name}".count("/.")}
+    files = {name for name in visible & files if name.endswith(SUFFIXES)}
+    read = files - {f"{name}.gz" for name in files}
+    return sorted(read), sorted(visible - read)
+
+
+def refuse_empty(documents: Documents, origin: str, value: str | None) -> None:
     if not sum(documents.sizes):
         why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
         raise UserError(why, origin, value)
-    return documents
 
 
 def require_folder(key: str, path: str) -> None:

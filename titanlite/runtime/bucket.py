@@ -40,8 +40,7 @@ class Uploads:
     parallel: int = 4
     """Parts on their way at once."""
     part: int = 16 << 20
-    """Bytes of a part, and most of an object that is one request; it grows where the object would
-    have too many."""
+    """Bytes of a part, and most of an object of one request; more where parts would be too many."""
     timeout: float = 0
     """Seconds until a part without an answer is sent again; 0: those of any request."""
     limit: float = math.inf
@@ -79,7 +78,6 @@ class Bucket:
         from obstore.exceptions import BaseError
 
         url = f"{self.url}/{key}".rstrip("/")
-
         try:
             yield
         except BaseError as error:
@@ -99,7 +97,6 @@ class Bucket:
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
         """Store an object of about this size from blocks, none of which may change later."""
-
         import asyncio  # late: most processes use no store
 
         given = self._settings
@@ -220,6 +217,12 @@ class BucketPath:
             yield BucketPath(self.bucket, key)
         for entry in found["objects"]:
             yield BucketPath(self.bucket, entry["path"], entry)
+
+    def below(self) -> dict[str, Any]:
+        """Return what a list says of every object in this folder and below, by name."""
+        with self.bucket.explained():
+            found = [entry for part in self.bucket.call("list", self.key) for entry in part]
+        return {entry["path"][len(self.key) :].lstrip("/"): entry for entry in found}
 
     def is_dir(self) -> bool:
         return self.entry is None and any(self.iterdir())

@@ -9,7 +9,7 @@ that ask a file system; there `publish` creates the manifest, and an object is w
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from titanlite.errors import UserError
 from titanlite.runtime.bucket import BucketPath
 
 is_writable = partial(os.access, mode=os.W_OK)
@@ -148,6 +149,25 @@ def copy(path: Path, target: Path) -> tuple[int, int]:
         write_blocks(target, counted)
         sync(target)
     return counted.size, counted.crc32
+
+
+def copy_below(source: Path, sizes: Mapping[str, int], target: Path) -> None:
+    """Copy the files of these names and sizes that a folder does not have; each is whole or not
+    there.
+    """
+
+    def bring(name: str) -> None:
+        path = target / name
+        if path.exists():
+            return
+        make_folder(path.parent)
+        draft = path.with_name(f".{path.name}.part")
+        if copy(source / name, draft)[0] != sizes[name]:
+            raise UserError(f"{source / name} changed while it was copied")
+        rename(draft, path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(bring, sizes))
 
 
 @contextmanager

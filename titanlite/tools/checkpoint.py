@@ -35,7 +35,7 @@ from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
-from titanlite.tools.checkpoint_hf import export, import_folder
+from titanlite.tools.checkpoint_hf import copy_folder, export, import_folder
 from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import (
     DOCUMENTS,
@@ -235,7 +235,10 @@ def _rm(arguments: Namespace) -> int:
 def _cp(arguments: Namespace) -> int:
     from titanlite.checkpoint.commit import staging_folder
 
-    source, root = find_checkpoint(arguments.__dict__["from"]), arguments.to
+    given, root = arguments.__dict__["from"], arguments.to
+    if is_remote(given) and store.exists(given / "config.json"):
+        return copy_folder(given, root)
+    source = find_checkpoint(given)
     manifest = whole_manifest(source)
     target = step_folder(root, manifest.step)
     if transfer.is_copy(source, target):
@@ -347,7 +350,10 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _cp,
         "copy a checkpoint between folders and object stores, verified",
         "cp outputs s3://bucket/run",
-        {"FROM": _PLACE, "TO": ("the folder or URL in which step-N will be", place)},
+        {
+            "FROM": (f"{_PLACE[0]}; or a Hugging Face folder's URL", place),
+            "TO": ("the folder or URL in which step-N will be; the copy of such a folder", place),
+        },
     ),
     "rm": (
         _rm,

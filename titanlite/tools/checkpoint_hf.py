@@ -18,11 +18,12 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.errors import UserError, print_notice, some_of
+from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
 from titanlite.runtime import hub, store
+from titanlite.runtime.bucket import is_remote
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
@@ -228,6 +229,19 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     print(f"imported {len(weights.names)} tensors: {folder}")
     options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
     print(f"to start from them: {shlex.join(options)}")
+    return 0
+
+
+def copy_folder(source: Any, target: Path) -> int:
+    """Copy a Hugging Face folder from an object store; what a killed copy has brought stays."""
+    if is_remote(target) or store.exists(target):
+        raise UserError(f"{target}: a Hugging Face folder is copied into a new folder here")
+    sizes = {name: entry["size"] for name, entry in source.below().items()}
+    draft = target.with_name(f".{target.name}.part")
+    store.copy_below(source, sizes, draft)
+    store.rename(draft, target)
+    size = format_bytes(sum(sizes.values()))
+    print(f"{source} is now in {target}: {len(sizes)} files, {size}")
     return 0
 
 

@@ -16,10 +16,11 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
-from titanlite.data.documents import SUFFIXES, text_files
+from titanlite.data.documents import SUFFIXES
 from titanlite.data.prepare import prepare, staging_folder
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
+from titanlite.data.stored_text import find_text
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import format_table, print_notice
 from titanlite.observe.progress import progress_bar
@@ -31,7 +32,7 @@ from titanlite.tools.exclusive import writing
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
-        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
+        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them, also URLs",
         "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
         "--workers N": ("default: all cores", positive_int, cores()),
@@ -62,7 +63,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def _prepare(arguments: Namespace) -> int:
     arguments.resumable = True
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
-    documents = {source: text_files(source, source) for source in arguments.src}
+    documents = {source: find_text(source, arguments.out) for source in arguments.src}
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
     is_url = is_remote(arguments.out)

@@ -37,7 +37,7 @@ _MAY_BE_URLS = (
 _STORES = ("s3://", "gs://", "az://", "hf://")
 _URLS_SO_FAR = (
     "an object store can be checkpoint.folder and .mirror, and "
-    "`titanlite checkpoint cp URL FOLDER` copies from one; `hf download` brings a model"
+    "`titanlite checkpoint cp URL FOLDER` copies from one, also a Hugging Face folder"
 )
 _LONGEST_NAME = 255  # bytes
 _MAY_BE_0 = ("experts", "dense_layers")
@@ -317,7 +317,8 @@ def _stores_are_legal(config: ConfigView) -> Refusals:
         why = "needs checkpoint.folder here; `titanlite checkpoint export URL FOLDER` does it later"
         yield "checkpoint.last_save_in_hf", why
     if "initial_load_path" in places and settings.initial_load_in_hf:
-        yield "checkpoint.initial_load_path", "a Hugging Face folder must be here"
+        why = "a Hugging Face folder must be here: `titanlite checkpoint cp URL FOLDER` copies it"
+        yield "checkpoint.initial_load_path", why
 
 
 def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:

@@ -1,0 +1,115 @@
+"""Text and Hugging Face folders in a store: what is made of them is what a folder gives."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores.server import mistake
+from titanlite.cli import main
+from titanlite.data.shards import MANIFEST
+from titanlite.runtime import bucket, store
+from titanlite.runtime.bucket import place
+
+TEXTS = {
+    "a.txt": b"The quick brown fox.\n" * 300,
+    "more/b.jsonl": b"\n".join(json.dumps({"text": f"line {n}"}).encode() for n in range(50)),
+    "more/b.jsonl.gz": gzip.compress(b'{"text": "the same, packed"}\n'),
+    "more/c.jsonl.gz": gzip.compress(b'{"text": "packed"}\n'),
+    "notes.md": b"not read",
+    ".hidden/d.txt": b"not read either",
+}
+
+
+@pytest.fixture
+def text(url, tmp_path, monkeypatch) -> tuple[Path, str]:
+    """The same files in a folder and in a bucket."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
+    folder = tmp_path / "text"
+    for name, content in TEXTS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        store.write(place(f"{url}/{name}"), content)
+    return folder, url
+
+
+def prepare(source: object, out: Path) -> int:
+    return main(["data", "prepare", str(source), "--out", str(out)])
+
+
+def shards(folder: Path) -> dict[str, Any]:
+    """Return the files of shards; of the manifest what does not name their source."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    kept = ("fingerprint", "content", "tokens", "documents")
+    binary = {path.name: path.read_bytes() for path in folder.glob("shard-*")}
+    return binary | {key: manifest[key] for key in kept}
+
+
+def test_shards_of_text_in_a_store_are_those_of_a_folder_and_its_copy_is_gone(
+    text, proxy, tmp_path, capsys
+):
+    folder, url = text
+    assert prepare(folder, tmp_path / "here") == 0
+    assert "text: 2 skipped: more/b.jsonl.gz, notes.md" in capsys.readouterr().err
+    assert prepare(url, tmp_path / "there") == 0
+    said = capsys.readouterr().err
+    assert f"{url}: 2 skipped: more/b.jsonl.gz, notes.md" in said and f"{url}: 3 files, " in said
+    assert shards(tmp_path / "there") == shards(tmp_path / "here")
+    assert not [*(tmp_path / "user").rglob("*.txt")]
+    proxy.read.clear()
+    assert prepare(url, tmp_path / "there") == 0
+    assert "already prepared" in capsys.readouterr().err and not proxy.read
+    store.write(place(f"{url}/a.txt"), TEXTS["a.txt"][:-1] + b"!")
+    assert prepare(url, tmp_path / "there") == 2
+    assert "has changed since" in capsys.readouterr().err
+
+
+def test_a_copy_that_was_stopped_goes_on_and_one_file_is_a_source_too(
+    text, proxy, tmp_path, capsys
+):
+    url = text[1]
+    proxy.rule = lambda method, path: {"status": 403} if path.endswith("c.jsonl.gz") else None
+    assert prepare(url, tmp_path / "there") == 2
+    assert "the credentials do not allow this" in capsys.readouterr().err
+    proxy.rule = lambda method, path: None
+    proxy.read.clear()
+    assert prepare(url, tmp_path / "there") == 0
+    assert [path.rpartition("/")[2] for path in proxy.read] == ["c.jsonl.gz"]
+    assert prepare(f"{url}/a.txt", tmp_path / "one") == 0
+    assert prepare(text[0] / "a.txt", tmp_path / "one here") == 0
+    assert shards(tmp_path / "one") == shards(tmp_path / "one here")
+
+
+@pytest.mark.parametrize("case", ["no bucket", "no key", "no answer", "nothing"])
+def test_what_is_wrong_with_text_in_a_store_is_one_line(
+    case, url, proxy, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
+    wrong, variables, line = mistake(case, url, proxy.port, tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    bucket._open.cache_clear()
+    assert prepare(wrong, tmp_path / "out") == (1 if case == "no answer" else 2)
+    said = capsys.readouterr().err
+    assert (line or f"{url}: no text there") in said and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hugging_face_folder_is_copied_from_a_store(url, tmp_path, capsys):
+    files = {"config.json": b"{}", "model.safetensors": b"12345678" * 99, "sub/merges.txt": b"a b"}
+    for name, content in files.items():
+        store.write(place(f"{url}/model/{name}"), content)
+    target = tmp_path / "assets/model"
+    assert main(["checkpoint", "cp", f"{url}/model", str(target)]) == 0
+    assert f"{url}/model is now in {target}: 3 files" in capsys.readouterr().out
+    here = {path.relative_to(target).as_posix(): path for path in target.rglob("*.*")}
+    assert {name: path.read_bytes() for name, path in here.items()} == files
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+    for there in (target, f"{url}/copy"):
+        assert main(["checkpoint", "cp", f"{url}/model", str(there)]) == 2
+        assert "is copied into a new folder here" in capsys.readouterr().err
