@@ -18,8 +18,6 @@ from titanlite.fault.status import Inspection
 STACK_SECONDS = 2
 """How long a process has to write its stack."""
 STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}
-HELD = (STOPPED, IN_KERNEL)
-"""State of a process that does not handle signals now."""
 
 
 class RankProcess(NamedTuple):

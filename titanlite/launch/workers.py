@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import RunFailed
-from titanlite.fault.inspection import HELD, process_state
+from titanlite.fault.inspection import process_state
+from titanlite.fault.stall import STOPPED
 from titanlite.launch.failure import Exit
 from titanlite.observe.console import rank_log
 from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
@@ -103,14 +104,19 @@ class Workers:
             "TORCHELASTIC_ERROR_FILE": str(rank_file(self.private, rank, ERROR)),
             RESOLVED_CONFIG: str(self.private / "config.toml"),
         }
-        with log.open("wb") as output:  # the worker joins its stdout to its stderr
-            return subprocess.Popen(
-                [sys.executable, "-m", self.module, *self.argv],
-                env={**os.environ, **self.environ, **environ},
-                stdout=subprocess.DEVNULL,
-                stderr=output,
-                start_new_session=True,
-            )
+        # Held back until its first line: an interpreter that starts would leave a traceback.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            with log.open("wb") as output:  # the worker joins its stdout to its stderr
+                return subprocess.Popen(
+                    [sys.executable, "-m", self.module, *self.argv],
+                    env={**os.environ, **self.environ, **environ},
+                    stdout=subprocess.DEVNULL,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _raise_on_signals() -> None:
@@ -139,7 +145,7 @@ def _end(
     """
     running = {rank: process for rank, process in processes.items() if process.poll() is None}
     now = time.time()
-    stopped = {rank: process_state(process.pid) in HELD for rank, process in running.items()}
+    stopped = {rank: process_state(process.pid) == STOPPED for rank, process in running.items()}
     for number in (ending, signal.SIGKILL):
         for process in running.values():
             if process.poll() is None:
@@ -149,7 +155,8 @@ def _end(
     for rank, process in processes.items():
         code = process.poll()
         ended = rank in running and code not in CRASHES
-        exits[rank] = Exit(code, now, ended, ended and stopped[rank])
+        is_held = code is None  # in the kernel; for a moment any process may be there
+        exits[rank] = Exit(code, now, ended, ended and (stopped[rank] or is_held))
     _kill_groups([process.pid for process in processes.values()])
     return exits
 

@@ -15,6 +15,7 @@ def main(task: Any = None) -> None:
     """Be a worker that trains, or does another task."""
     # Ctrl-C ends a rank at once, also inside a collective or an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher holds it back
     faulthandler.enable(all_threads=False)  # a crash in a library leaves its stack in the log
     from titanlite.errors import replace_unprintable
     from titanlite.runtime.cluster import set_defaults
