@@ -243,7 +243,7 @@ def test_every_rule_takes_facts_that_a_valid_config_has(monkeypatch):
         ),
         (
             ["--training.mixture", '[{dataset = "a", weight = 2}]'],
-            "entry 1: weight must be less than or equal to 1",
+            "weights must add up to 1, not 2.0 = 2",
         ),
         (["--model.overrides.n_layer", "4"], "model.overrides   (command line)"),
         (

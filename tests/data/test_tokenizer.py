@@ -191,6 +191,18 @@ def test_a_mixture_without_shards_needs_a_tokenizer_for_its_text(root):
         job([*ARGV, small, "--training.dataset=tokens", f"--training.mixture=[{part}]"], 1)
 
 
+def test_a_folder_with_a_model_alone_serves_where_all_data_are_shards(root, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assets = f"--model.hf_assets_path={tmp_path}"
+    opened = open_tokenizer(job([*ARGV, assets, *tokens(root / "raw")], 1))
+    assert opened is None or opened.assets == ""
+    with pytest.raises(UserError, match="cannot read tokenizer.json there"):
+        open_tokenizer(job([*ARGV, assets], 1))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="cannot read tokenizer.json there"):
+        open_tokenizer(job([*ARGV, assets, *tokens(root / "raw")], 1))
+
+
 def test_bytes_may_be_fewer_than_the_vocabulary():
     opened = open_tokenizer(job(ARGV, 1))
     assert opened and opened.vocab_size == 256 and opened.decode([104, 599, 105]) == "h\ufffdi"

@@ -291,7 +291,8 @@ def test_a_mixture_draws_from_its_sources_by_weight_and_has_no_epochs(pool, tmp_
     argv = [*TINY, "--checkpoint.enable", mixture_of(a, b)]
     ((drawn, (line,)),) = pool.run(letters_drawn, str(tmp_path / "out"), argv, world=1)
     assert (drawn.count("a"), drawn.count("b")) == (70, 30)
-    assert "0.7 text + 0.3 text, 24 windows of 16 tokens, fingerprint " in line
+    places = [f"{weight} {tmp_path}/{name}.txt" for weight, name in ((0.7, "a"), (0.3, "b"))]
+    assert f"{' + '.join(places)}, 24 windows of 16 tokens, fingerprint " in line
     assert (
         json.loads((tmp_path / "out/checkpoint/step-3/state.json").read_text())["position"]["epoch"]
         is None

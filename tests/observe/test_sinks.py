@@ -136,6 +136,17 @@ def test_metrics_jsonl_is_json_also_for_a_step_that_is_not_finite(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1, "a resumed run keeps it"
 
 
+def test_a_resumed_run_keeps_the_record_of_a_save_that_ended_some_steps_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+    lines.insert(2, {"step": 2, "checkpoint_write_seconds": 1.0})
+    lines += [{"step": 2, "of": "a slow tracker"}, {"step": 4, "loss": 1.0}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 2')
+    JsonLines(path, after=2).close()
+    kept = [line for line in lines if line["step"] <= 2]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == kept
+
+
 @pytest.mark.parametrize("sink_class", [JsonLines, TensorBoard])
 def test_after_a_record_without_room_the_next_one_is_whole(tmp_path, sink_class):
     sink = sink_class(tmp_path / "records", 0)

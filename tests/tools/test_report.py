@@ -134,7 +134,7 @@ def test_of_half_a_run_there_is_what_its_files_have(run, capsys):
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 11, "lo')
     for argv in (["top", str(run)], ["report", str(run), "--html", str(run / "page.html")]):
         assert main(argv) == 0
-    assert "planned unknown" in capsys.readouterr().out and (run / "page.html").exists()
+    assert "not planned yet" in capsys.readouterr().out and (run / "page.html").exists()
     file.write_text("")
     assert main(["top", str(run)]) == 0
     assert main(argv) == 2

@@ -5,7 +5,9 @@ same step.
 import copy
 import gc
 import json
+import logging
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.jobs import PARROT, TINY, run_to_end, trainer, weights
 from tests.lanes import sample
 from tests.models.test_gpt2 import GPT2
 from titanlite.data.windows import Windows
+from titanlite.models.common.feed_forward import SwiGLU
 from titanlite.runtime.distributed import WATCH_SECONDS
 from titanlite.train.guard import NonFinite
 from titanlite.train.report import loss_over_ranks
@@ -249,6 +252,25 @@ def collection_steps(folder: str) -> list[int]:
     finally:
         gc.callbacks.remove(note)
     return [step for step in steps if step]
+
+
+def notices_of_a_run_without_a_weight(folder: str, argv: list[str]) -> list[str]:
+    log, lines = logging.getLogger("a run"), list[str]()
+    log.addFilter(lambda record: lines.append(record.getMessage()) or True)
+
+    def forward(layer: SwiGLU, x: torch.Tensor) -> torch.Tensor:
+        return layer.w2(layer.w1(x))
+
+    with patch.object(SwiGLU, "forward", forward):
+        trainer([*TINY, *argv], folder, log).train()
+    return [line for line in lines if "no gradient" in line]
+
+
+@pytest.mark.parametrize("argv", [[], ["--activation_checkpoint.mode=full"]])
+def test_parameters_that_forward_does_not_use_are_named_in_the_first_step(pool, tmp_path, argv):
+    for lines in pool.run(notices_of_a_run_without_a_weight, str(tmp_path), argv, world=2):
+        names = "".join(f"\n  layers.{block}.feed_forward.w3.weight" for block in (0, 1))
+        assert lines == [f"forward does not use what no gradient reaches:{names}"]
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(pool, tmp_path):

@@ -122,7 +122,7 @@ class Mixture(Section):
     """Name of the data set."""
     dataset_path: str = ""
     """Its folder or file."""
-    weight: Annotated[float, Field(gt=0, le=1)]
+    weight: Annotated[float, Field(gt=0)]
     """Fraction of the samples, a multiple of 0.0001; the weights of a mixture add up to 1."""
 
 

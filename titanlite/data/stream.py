@@ -98,8 +98,6 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     rest, _, split = name.partition("@")
     repo, _, config = rest.partition(":")
     repo, config, split = _STREAMS.get(name, (repo, config, split or "train"))
-    if not path and not repo:
-        raise UserError(f"{setting} is a local sample of C4: name its folder in {key}.dataset_path")
     if not path:
         _require_hub(key, setting)
     try:

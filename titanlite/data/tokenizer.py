@@ -162,7 +162,7 @@ def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokeniz
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
-    have none.
+    have none. Where all data are shards, a model's folder may be without one.
     """
     cache_folder = config.training.dataloader.cache_folder
     shards = [
@@ -171,7 +171,10 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
         if part.dataset == "tokens"
     ]
     copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
-    assets = config.model.hf_assets_path or next(copies, "")
+    assets = config.model.hf_assets_path
+    if len(shards) == len(config.training.places) and is_model_alone(Path(assets)):
+        assets = ""
+    assets = assets or next(copies, "")
     if (
         shards
         and not assets
@@ -180,6 +183,11 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     ):
         return None
     return load_tokenizer(assets)
+
+
+def is_model_alone(folder: Path) -> bool:
+    """Return whether a folder has a model but no tokenizer."""
+    return (folder / "config.json").is_file() and not (folder / "tokenizer.json").exists()
 
 
 def open_tokenizer(job: Job) -> Tokenizer | None:

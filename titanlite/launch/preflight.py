@@ -88,7 +88,7 @@ def check_machine(
     parts = [str(ConfigError(faults))] if faults else []
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
-        title = f"this machine can't train {name} with this config; nothing was started"
+        title = f"can't train {name} here with this config; nothing was started"
         parts.append("\n  ".join([title, *problems]))
     if parts:
         raise UserError("\n".join(parts))
@@ -114,11 +114,13 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
     """Return the faults of the data of an invalid config that are found without its model."""
     from titanlite.data.documents import require_folder
     from titanlite.data.sources import find_documents
-    from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.data.tokenizer import is_model_alone, load_tokenizer
 
     config, found = loaded.config, list[ConfigFault]()
     assets = config.model.hf_assets_path
-    checks: list[tuple[Any, ...]] = [(load_tokenizer, assets)] * ("://" not in assets)
+    checks = list[tuple[Any, ...]]()
+    if "://" not in assets and not is_model_alone(Path(assets)):  # which token shards allow
+        checks.append((load_tokenizer, assets))
     for section, part in _datasets(config):
         if is_streamed(part.dataset):
             checks.append((require_folder, section, part.dataset_path))

@@ -141,16 +141,21 @@ def _append(file: FileIO, record: bytes) -> None:
 
 
 def _drop_later(path: Path, after: int) -> None:
-    """Cut a metrics.jsonl at the first step later than `after`, or at a line that a killed run left
+    """Remove from a metrics.jsonl the steps later than `after`, and a line that a killed run left
     incomplete.
     """
-    end = 0
+    end, late, is_cut = 0, b"", False
     with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
         for line in file:
-            if json.loads(line)["step"] > after or not line.endswith(b"\n"):
-                break
-            end += len(line)
+            is_later = json.loads(line)["step"] > after or not line.endswith(b"\n")
+            is_cut |= is_later
+            if not is_cut:
+                end += len(line)
+            elif not is_later:  # such as the record of a save, which ended some steps later
+                late += line
     os.truncate(path, end)
+    with path.open("ab") as file:
+        file.write(late)
 
 
 def format_duration(seconds: float) -> str:

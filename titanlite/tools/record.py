@@ -77,11 +77,11 @@ class Run:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
         on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
-        planned = ", ".join(planned) or "unknown"
+        planned = f"planned {', '.join(planned)}" if planned else "not planned yet"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
         ending = self.ending
         return [
-            ("memory", f"{measured}, planned {planned}"),
+            ("memory", f"{measured}, {planned}"),
             ("saves", saves),
             ("restarts", f"{max(attempts, default=0)} since the last start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),

@@ -31,6 +31,7 @@ def describe_end(config: JobConfig) -> str:
             f"{folder / config.profiling.save_traces_folder}, for https://ui.perfetto.dev"
         )
     rows["plot"] = command_line("titanlite", "plot", str(folder))
+    rows["report"] = command_line("titanlite", "report", str(folder))
     if config.checkpoint.enable:
         asks = ["--chat", "--prompt", "a question"] if config.training.dataset == "chat" else []
         rows["generate"] = command_line(

@@ -4,6 +4,7 @@ Every rank makes a Report, since the loss is reduced over all of them; only rank
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint.saver import PendingSave
-from titanlite.errors import RunFailed
+from titanlite.errors import RunFailed, some_of
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import memory_tags, peak_memory, retries_warning
 from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.run_folder import METRICS, describe_run
 from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
+from titanlite.optim.build import TrainedParam
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
@@ -56,6 +58,12 @@ class Report:
             if config.metrics.enable_tensorboard:
                 self.sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after=step))
             self.trackers = self.trackers or open_trackers(config, self.log, after=step)
+
+    def name_unused(self, step: int, trained: Sequence[TrainedParam]) -> None:
+        """Warn of parameters that no gradient has reached in the first step."""
+        names = [each.name for each in trained if each.parameter.grad is None]
+        if step == 1 and names:
+            self.log.warning(f"forward does not use what no gradient reaches:{some_of(names)}")
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""

@@ -103,7 +103,9 @@ def _describe_batch(trainer: Trainer) -> str:
 
 def _describe_data(trainer: Trainer) -> str:
     data, training = trainer.data, trainer.job.config.training
-    mixture = " + ".join(f"{part.weight:g} {part.dataset}" for part in training.mixture)
+    mixture = " + ".join(
+        f"{part.weight:g} {part.dataset_path or part.dataset}" for part in training.mixture
+    )
     number = "streamed," if data.samples is None else f"{data.samples:,}"
     windows = "window" + "s" * (data.samples != 1)
     parts = [mixture or training.dataset, f"{number} {windows} of {training.seq_len:,} tokens"]

@@ -297,6 +297,7 @@ class Trainer:
             # On all ranks; waiting for the device is the price of an unknown length.
             raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
+        self.report.name_unused(self.step, self.trained)
         norm = self.runner.clip_gradients()
         skipped = self.guard.record(self.step, loss, norm)
         self.saver.before_update()  # an asynchronous save may still be copying the weights

@@ -68,13 +68,13 @@ def _data_sets_have_paths(config: ConfigView) -> Refusals:
 
 def _path_fault(name: str, path: str) -> str:
     """Return the fault of a data set's dataset_path, or an empty string."""
-    if name in ("text", "tokens", "chat") and not path:
+    if name in ("text", "tokens", "chat", "c4_test") and not path:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
     is_url = "://" in path
     if is_url and name != "tokens":
-        return 'must be a folder here; dataset = "tokens" reads shards from a URL'
+        return 'must be a folder here; `titanlite data prepare` makes shards of it, for "tokens"'
     if is_url and not split_url(path):
         return f"legal: a folder here, or {LEGAL_URLS}"
     return ""
