@@ -432,7 +432,7 @@ def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_out(tmp_path):
-    process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=3")
+    process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=6")
     of_rank_1 = [
         pid
         for pid in descendants(process.pid)
@@ -442,7 +442,7 @@ def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_
     code, out = finish(process)
     assert code == 1 and left_over(family) == []
     assert (
-        "the run hangs: no rank moved for 3 s (comm.train_timeout_seconds). rank 1: stopped\n"
+        "the run hangs: no rank moved for 6 s (comm.train_timeout_seconds). rank 1: stopped\n"
         in out
     )
     assert "Timed out" not in out and "SIGKILL" not in out
