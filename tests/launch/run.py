@@ -82,7 +82,7 @@ def _kill_all(numbers: Iterable[int]) -> None:
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
-def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
     """Return the exit code and everything that was printed."""
     try:
         out, _ = process.communicate(timeout=timeout)

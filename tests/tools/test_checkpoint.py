@@ -24,6 +24,7 @@ from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY, trainer
+from tests.lanes import sample
 from tests.launch.run import train
 from tests.tools.test_plot import record
 from titanlite.checkpoint.load import load_tensors
@@ -359,8 +360,7 @@ def test_export_and_import_return_the_same_bits(saved, tool, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+@pytest.mark.parametrize("umask", sample([0o022, 0o027], long=[0o027]), ids=oct)
 def test_what_is_written_follows_the_umask(tool, tmp_path, umask):
     """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards,
     plots, plans.
