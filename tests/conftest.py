@@ -38,6 +38,7 @@ from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed  # noqa: E40
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
+LANES = "titanlite's lanes"
 ABORTS = Path(tempfile.gettempdir(), "titanlite-test-aborts.log")
 SLOW_FILES = {"test_tutorials", "test_first_light", "test_shards_command", "test_container"}
 """Of few tests. They come first: the last file of a run keeps one of its processes busy alone."""
@@ -94,14 +95,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = 0
-    if not hasattr(config, "workerinput"):  # xdist's workers get the option from here
-        named = (
-            config.args_source is config.ArgsSource.ARGS
-            or config.option.keyword
-            or config.option.markexpr
-        )
-        config.option.exhaustive = bool(config.option.exhaustive or named)
-        config.option.long = config.option.long or config.option.exhaustive
+    if from_controller := getattr(config, "workerinput", None):
+        vars(config.option).update(from_controller[LANES])
+        return
+    named = (
+        config.args_source is config.ArgsSource.ARGS
+        or config.option.keyword
+        or config.option.markexpr
+    )
+    config.option.exhaustive = bool(config.option.exhaustive or named)
+    config.option.long = config.option.long or config.option.exhaustive
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give an xdist worker the lanes: its arguments do not say whether tests are named."""
+    node.workerinput[LANES] = {lane: node.config.getoption(lane) for lane in ("long", "exhaustive")}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
