@@ -14,6 +14,7 @@ from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, format_duration
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, build_optimizer, check_trained, trained_parameters
+from titanlite.optim.build import _is_exempt
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model
@@ -99,6 +100,17 @@ def test_norms_and_biases_are_not_decayed():
         groups('--model.freeze=["nothing.*"]')
     with pytest.raises(UserError, match="leaves nothing to train"):
         groups('--model.freeze=["*"]')
+
+
+def test_a_gain_is_not_decayed_by_its_role_whatever_its_name():
+    gain = torch.nn.Parameter(torch.ones(4))
+    for name, role, exempt in (
+        ("layers.0.extra", "norm", True),
+        ("layers.0.norm.bias", "norm", False),
+        ("layers.0.norm.weight", "replicated", True),
+        ("layers.0.extra", "replicated", False),
+    ):
+        assert _is_exempt(name, role, gain, ["norms"]) == exempt, (name, role)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])

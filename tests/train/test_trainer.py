@@ -270,7 +270,7 @@ def notices_of_a_run_without_a_weight(folder: str, argv: list[str]) -> list[str]
 def test_parameters_that_forward_does_not_use_are_named_in_the_first_step(pool, tmp_path, argv):
     for lines in pool.run(notices_of_a_run_without_a_weight, str(tmp_path), argv, world=2):
         names = "".join(f"\n  layers.{block}.feed_forward.w3.weight" for block in (0, 1))
-        assert lines == [f"forward does not use what no gradient reaches:{names}"]
+        assert lines == [f"forward does not use these, which get no gradient:{names}"]
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(pool, tmp_path):

@@ -77,10 +77,12 @@ def trained_parameters(
 
 def _is_exempt(name: str, role: Role, parameter: nn.Parameter, no_decay: Sequence[str]) -> bool:
     """Return whether optimizer.no_decay exempts a parameter from weight decay."""
-    is_norm = role == "norm" or (role == "replicated" and parameter.dim() == 1)
-    if "norms" in no_decay and is_norm and name.endswith(".weight"):
-        return True
-    if "biases" in no_decay and name.endswith(".bias"):
+    if name.endswith(".bias"):
+        exempt = "biases" in no_decay
+    else:
+        is_vector = parameter.dim() == 1 and name.endswith(".weight")
+        exempt = "norms" in no_decay and (role == "norm" or role == "replicated" and is_vector)
+    if exempt:
         return True
     return any(fnmatchcase(name, pattern) for pattern in no_decay)
 

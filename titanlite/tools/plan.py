@@ -19,7 +19,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.toml import toml_value, values_to_toml
-from titanlite.errors import RunFailed, UserError
+from titanlite.errors import RunFailed, UserError, print_notice
 from titanlite.launch.nodes import gpu_bytes, gpu_name
 from titanlite.planner.hardware import Hardware, load_hardware
 
@@ -127,6 +127,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         from titanlite.planner.page import write_page
 
         write_page(plan, arguments.html)
+        print_notice(f"wrote {arguments.html}")
     return 0 if plan.fits else 2
 
 

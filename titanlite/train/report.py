@@ -63,7 +63,7 @@ class Report:
         """Warn of parameters that no gradient has reached in the first step."""
         names = [each.name for each in trained if each.parameter.grad is None]
         if step == 1 and names:
-            self.log.warning(f"forward does not use what no gradient reaches:{some_of(names)}")
+            self.log.warning(f"forward does not use these, which get no gradient:{some_of(names)}")
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
