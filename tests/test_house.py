@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 219_288}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 219_351}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -78,7 +78,7 @@ cache is shared by processes; 3,060 more for checkpoint.folder there, of which t
 the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Hugging Face's
 hub, of which 200 for export and diff of URLs, and 60 to verify before a model is made; 450 for
 the bounds of an upload (parts in flight, of which size, and the stall of one, as three keys) and
-90 for servers that do not answer by range; 822 for text and Hugging Face folders by URL, of which
+90 for servers that do not answer by range; 885 for text and Hugging Face folders by URL, of which
 390 for the copy of text that `data prepare` makes and removes.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model.

@@ -100,16 +100,25 @@ def test_what_is_wrong_with_text_in_a_store_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hugging_face_folder_is_copied_from_a_store(url, tmp_path, capsys):
+def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_nothing(
+    url, proxy, tmp_path, capsys
+):
+    target = tmp_path / "assets/model"
+    for name in ("a.safetensors", "config.json", "model.safetensors"):  # of another version
+        store.write(place(f"{url}/model/{name}"), b"[]")
+    proxy.rule = lambda method, path: {"status": 403} if "/model.safe" in path else None
+    assert main(["checkpoint", "cp", f"{url}/model", str(target)]) == 2
+    assert "the credentials do not allow this" in capsys.readouterr().err
+    assert not target.exists() and len([*target.parent.rglob("config.json")]) == 1
+    proxy.rule = lambda method, path: None
+    store.delete(place(f"{url}/model/a.safetensors"))
     files = {"config.json": b"{}", "model.safetensors": b"12345678" * 99, "sub/merges.txt": b"a b"}
     for name, content in files.items():
         store.write(place(f"{url}/model/{name}"), content)
-    target = tmp_path / "assets/model"
     assert main(["checkpoint", "cp", f"{url}/model", str(target)]) == 0
     assert f"{url}/model is now in {target}: 3 files" in capsys.readouterr().out
     here = {path.relative_to(target).as_posix(): path for path in target.rglob("*.*")}
     assert {name: path.read_bytes() for name, path in here.items()} == files
-    assert [path.name for path in target.parent.iterdir()] == ["model"]
     for there in (target, f"{url}/copy"):
         assert main(["checkpoint", "cp", f"{url}/model", str(there)]) == 2
         assert "is copied into a new folder here" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ class StoredDocuments(Documents):
         store.delete(self.root.parent)
 
 
+def state_of(root: Path, entries: Mapping[str, Any]) -> str:
+    """Hash what a list says of files below a place."""
+    tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
+    return fingerprint(f"{root} {sorted(tags)}")
+
+
 def find_text(source: str, out: Path) -> Documents:
     """Find a file of text, or all below a folder, also in an object store; `out` owns a copy."""
     if "://" not in source:
@@ -44,8 +51,7 @@ def find_text(source: str, out: Path) -> Documents:
         entries, root = {root.name: root.bucket.call("head", root.key)}, root.parent
     names, skipped = chosen({*entries}, {*entries})
     sizes = tuple(entries[name]["size"] for name in names)
-    tags = [entries[name].get("e_tag") or entries[name]["last_modified"] for name in names]
-    state = fingerprint(f"{root} {[*zip(names, sizes, tags, strict=True)]}")
+    state = state_of(root, {name: entries[name] for name in names})
     copy = store.user_cache() / "text" / fingerprint(f"{source} {out}") / state
     documents = StoredDocuments(copy, tuple(names), sizes, tuple(skipped), url=str(root))
     refuse_empty(documents, source, None)

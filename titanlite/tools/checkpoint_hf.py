@@ -18,6 +18,7 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
+from titanlite.data.stored_text import state_of
 from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
@@ -236,8 +237,9 @@ def copy_folder(source: Any, target: Path) -> int:
     """Copy a Hugging Face folder from an object store; what a killed copy has brought stays."""
     if is_remote(target) or store.exists(target):
         raise UserError(f"{target}: a Hugging Face folder is copied into a new folder here")
-    sizes = {name: entry["size"] for name, entry in source.below().items()}
-    draft = target.with_name(f".{target.name}.part")
+    entries = source.below()
+    sizes = {name: entry["size"] for name, entry in entries.items()}
+    draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")
     store.copy_below(source, sizes, draft)
     store.rename(draft, target)
     size = format_bytes(sum(sizes.values()))
