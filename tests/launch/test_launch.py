@@ -646,7 +646,7 @@ def test_srun_can_start_workers(tmp_path):
         "all that the launcher says"
     )
     assert (
-        out.endswith(f"plot {tmp_path}\n")
+        out.endswith(f"report {tmp_path}\n")
         and "\ntitanlite: step 3 reached\n" in out
         and results[1][1] == ""
     )
