@@ -165,6 +165,7 @@ OFTEN = (1, 1, 2, 3, 5, 8, 1, 13, 4, 7)
         [(0, True, OFTEN), (0, False, OFTEN), (2, True, (1, 1, 5, 6, 9)), (2, False, (9, 1, 8))],
         (0, True, OFTEN),
         (2, False, (9, 1, 8)),
+        long=[],
     ),
 )
 def test_resumed_streams_read_what_an_uninterrupted_one_reads(folder, workers, repeat, cuts):

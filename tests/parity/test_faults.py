@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import sample
 from titanlite.cli import main
 from titanlite.verify.command import fault_rows
 from titanlite.verify.known_faults import FAULTS
@@ -92,15 +93,11 @@ def test_every_fault_has_its_message():
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [
-        pytest.param(
-            name,
-            row,
-            marks=() if name in SAMPLED and row == FAULTS[name].rows[0] else pytest.mark.long,
-        )
-        for name in MISMATCHES
-        for row in fault_rows(LLAMA, name)
-    ],
+    sample(
+        [(name, row) for name in MISMATCHES for row in fault_rows(LLAMA, name)],
+        *[(name, FAULTS[name].rows[0]) for name in SAMPLED if name in MISMATCHES],
+        every=2,
+    ),
     ids=str,
 )
 def test_a_fault_is_detected_and_named(run, name, row):

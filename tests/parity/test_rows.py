@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from tests.lanes import sample
 from titanlite.verify.command import table
 from titanlite.verify.measurements import BOUNDS
 from titanlite.verify.model_under_test import read_model
@@ -54,6 +55,10 @@ LONG |= {
     ("llama3", "replicate2 x cp2"),
     ("gpt2", "cp2"),
     ("gpt2", "dp2 x cp2"),
+}
+LANES = {
+    case: pytest.mark.exhaustive if number % 2 else pytest.mark.long
+    for number, case in enumerate(sorted(LONG))
 }
 SPLIT_BY_INDUCTOR = [
     Row("cp2", "op", "inductor", documents="on", precision="float32"),
@@ -139,7 +144,7 @@ def runners(pool):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=pytest.mark.long if (name, layout) in LONG else ())
+        pytest.param(name, layout, marks=LANES.get((name, layout), ()))
         for layout in ALL_LAYOUTS  # rows on as many ranks share their process groups
         for name in SAMPLES
         if layout in SAMPLES[name]
@@ -161,8 +166,7 @@ def test_stages_equal_the_plain_module_in_one_process(runners, name, row):
     assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", SPLIT_BY_INDUCTOR, ids=str)
+@pytest.mark.parametrize("row", sample(SPLIT_BY_INDUCTOR, long=SPLIT_BY_INDUCTOR[1:]), ids=str)
 def test_inductor_compiles_blocks_that_share_sequences(runners, row):
     result = runners["llama3"](row)
     assert result.passed, f"{row}: {result.what} {result.error:.1e} on rank {result.rank}"
