@@ -111,8 +111,8 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
 
 
 IN_CI = [
-    "FSDP x expert parallel", "FSDP x context parallel", "HSDP x tensor parallel", "1F1B x FSDP",
-    "Interleaved1F1B", "ZBVZeroBubble", "float8 gathered", "offload", "skipping", "documents",
+    "FSDP x expert parallel", "FSDP x context parallel", "Interleaved1F1B", "float8 gathered",
+    "offload", "skipping", "documents",
 ]  # fmt: skip
 """A row for each mechanism; the others are its relatives and products."""
 

@@ -430,7 +430,7 @@ def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
     assert last.strip().endswith("(SIGSEGV)") and "hung or was stopped" not in out, out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_is_named_before_the_collective_of_another_times_out(tmp_path):
     process, family = start_two_ranks(tmp_path, "--comm.train_timeout_seconds=6")
     of_rank_1 = [
@@ -581,7 +581,7 @@ def test_a_second_run_in_a_folder_is_refused_without_the_launcher_too(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_folder_is_in_use_while_rank_0_of_a_killed_launcher_hangs(tmp_path):
     process, family = start_two_ranks(tmp_path)
     rank_0 = int(re.search(r"its rank 0 is pid (\d+)", (tmp_path / lock.RUN_LOCK).read_text())[1])  # type: ignore

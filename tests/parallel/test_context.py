@@ -261,7 +261,7 @@ def test_resharding_to_fewer_ranks_gathers_again_in_the_declared_order():
     assert declared_gathers(again, model, "FB") == declared_gathers(always, model, "FB")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_commands_train_generate_export_and_start_from_it(tmp_path):
     """On two ranks that share sequences, but for what needs none."""
     begin = [*EVEN, CP2, "--checkpoint.enable"]

@@ -268,7 +268,7 @@ def test_copies_verbs_export_and_diff_read_a_bucket(hub, tool, saved, tmp_path):
     }
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_real_command_mirrors_into_a_bucket_and_resumes_or_says_in_a_line_why_not(
     hub, tmp_path
 ):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import sample
 from tests.launch.run import ROOT, environment
 
 PAGES = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guide.md")]
@@ -190,8 +191,7 @@ def first(tmp_path_factory) -> tuple[Path, tuple[int, str]]:
     return folder, shell(f"./run_train.sh {CHECKS['./run_train.sh'].more}", folder)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("command", CHECKS)
+@pytest.mark.parametrize("command", sample(CHECKS, long=CHECKS.keys() - {"titanlite tour"}))
 def test_a_command_of_the_readme_does_its_work(command, first):
     folder, (code, out) = first
     check = CHECKS[command]
