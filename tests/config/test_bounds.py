@@ -151,7 +151,7 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
             "2 configuration errors; nothing was started\n  training.foo = 0",
         ),
         ({"model.name": "llama4"}, 'registered as "llama4"; known: '),
-        ({"comm.train_timeout_seconds": 15, "training.dataset": "c4"}, ""),
+        ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),
         ({"debug.seed": 2**64}, ""),
     ],
 )

@@ -423,8 +423,8 @@ def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(name):
 
 
 def test_c4_test_without_its_folder_is_refused():
-    with pytest.raises(ConfigError, match="the data set .c4_test. needs a folder or file"):
-        job([*TINY, "--training.dataset=c4_test"], 1)
+    with pytest.raises(UserError, match="name its folder in training.dataset_path"):
+        open_stream("training", "c4_test", "")
 
 
 def test_a_stream_without_text_names_its_columns(tmp_path):

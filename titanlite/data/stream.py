@@ -89,6 +89,8 @@ def open_stream(key: str, name: str, path: str) -> tuple[str, Any]:
     """
     require_folder(key, path)
     setting = f'{key}.dataset = "{name}"'
+    if name == "c4_test" and not path:
+        raise UserError(f"{setting} is a local sample of C4: name its folder in {key}.dataset_path")
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError:

@@ -68,7 +68,7 @@ def _data_sets_have_paths(config: ConfigView) -> Refusals:
 
 def _path_fault(name: str, path: str) -> str:
     """Return the fault of a data set's dataset_path, or an empty string."""
-    if name in ("text", "tokens", "chat", "c4_test") and not path:
+    if name in ("text", "tokens", "chat") and not path:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
