@@ -67,7 +67,7 @@ def plain_steps(folder: str, compiler: str) -> tuple[bool, list[float]]:
     return isinstance(plain.model, FSDPModule), losses
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_plain_loop_shards_on_one_rank_and_compiles(pool, tmp_path):
     write_tokens(overhead.data(str(tmp_path)), FLAVORS["debugmodel"].vocab_size, 1 << 10)
     (sharded, losses), (_, compiled) = (

@@ -218,7 +218,7 @@ def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault,
     assert last.strip().endswith("logs/hang-1.txt") and "Traceback" not in out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_hang_in_validation_is_reported_before_its_collectives_give_up(tmp_path):
     """It may take as long as a start, which compiles; they would wait 15 s more than a step."""
     argv = "--validation.enable --validation.freq=5 --validation.steps=2".split()
@@ -257,7 +257,7 @@ def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_
     assert f"rank {rank}: stopped" in second and "failed first" not in first + second, second
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_at_the_end_is_ended_though_node_0_is_done(tmp_path):
     argv, port = [*HANGS, "--training.steps=3", "--fault.stall_seconds=3"], free_port()
     nodes = [node(number, port, argv, tmp_path, INJURY="sleep:end:1:0") for number in (1, 0)]

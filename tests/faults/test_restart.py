@@ -67,14 +67,14 @@ def test_a_run_that_saves_between_its_failures_goes_on(tmp_path):
     assert code == 0 and out.count("restart 1 of 1, from ") == 2, out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_quick_failures_in_a_row_are_both_survived(tmp_path):
     process = start(INJURED, tmp_path, NGPU="2", INJURY="kill:backward:1:6, kill:load:0:0:2")
     code, out = finish(process, 200)  # torch is loaded three times
     assert code == 0 and "restart 2 of 3" in out and [*losses(tmp_path)] == [*range(1, 9)], out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_a_user_can_correct_is_not_restarted(tmp_path):
     (tmp_path / "short.txt").write_text("abcdefgh" * 24)
     data = [
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
         ), out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path):
     nodes, _ = several_nodes(tmp_path, [], INJURY="term:start:1:0")
     results = [finish(node, 200) for node in nodes]
@@ -186,7 +186,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
     finish(lost)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_request_to_a_spare_that_never_had_workers_ends_all_nodes_at_one_step(tmp_path):
     nodes, _ = several_nodes(tmp_path, [*SLOW, "--fault.spare_nodes=1"], 3)
     wait_for(tmp_path / "checkpoint/step-6", nodes[0])
@@ -217,7 +217,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     assert all("on request (Ctrl-C)" in out for _, out in results)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_path):
     """No rank notices that it has lost a peer: this one sleeps, as one may that waits for NCCL."""
     (first, second), variables = several_nodes(tmp_path, [], INJURY="sleep:optimizer:0:6")

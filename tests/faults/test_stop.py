@@ -98,7 +98,7 @@ def same_as_undisturbed(pool: Any, folder: Path, step: int, *argv: str, world: i
     assert ours == theirs
 
 
-@pytest.mark.parametrize("to", sample(["launcher", "rank 1"], "launcher"))
+@pytest.mark.parametrize("to", sample(["launcher", "rank 1"], "launcher", long=[]))
 def test_sigterm_to_the_launcher_or_a_rank_saves_the_same_step_on_all_and_the_resume_is_exact(
     pool, tmp_path, to
 ):
@@ -126,7 +126,7 @@ def test_ctrl_c_saves_and_exits_with_130_and_a_hangup_under_nohup_does_not_end_t
     assert committed(tmp_path / "checkpoint") == [step]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     process = started(tmp_path, "--checkpoint.interval=3", INJURY="sleep:data:1:6")
     process.send_signal(signal.SIGINT)
@@ -137,7 +137,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_without_data_ranks_end_at_half_of_the_grace(tmp_path):
     """At its whole the launcher would have ended them, with another reason."""
     process = started(
@@ -163,7 +163,7 @@ PHASES = ["forward:1", "data:6", "backward:6", "validation:6", "save:6"]
     ("rank", "where"),
     sample(
         [(at % 2, where) for at, where in enumerate(PHASES)],
-        long=[(0, "forward:1"), (1, "validation:6"), (0, "save:6")],
+        long=[(1, "validation:6"), (0, "save:6")],
     ),
 )
 def test_a_request_is_heeded_in_any_phase(tmp_path, rank, where):
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_the_run_at_once_and_names_what_is_lost(tmp_path, t
     assert committed(tmp_path / "checkpoint") == [3]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_first_signal_to_a_launcher_is_no_second_one_if_others_have_asked(tmp_path):
     """As a scheduler ends nodes one after the other."""
     process = started(tmp_path, INJURY="stop:backward:0:6")
@@ -257,7 +257,7 @@ def test_a_rank_that_dies_in_the_last_save_leaves_a_run_to_start_again(tmp_path)
     assert committed(tmp_path / "checkpoint") == [3]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_that_the_system_has_stopped_are_killed_after_the_grace(tmp_path):
     """They cannot hear, nor end themselves."""
     process = started(
@@ -268,7 +268,7 @@ def test_ranks_that_the_system_has_stopped_are_killed_after_the_grace(tmp_path):
     assert stopped(process, tmp_path, reason, code=76) == 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path):
     process = started(tmp_path, "--checkpoint.no_enable")
     process.send_signal(signal.SIGUSR1)
@@ -279,8 +279,7 @@ def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+@pytest.mark.parametrize("split", sample(["tensor", "pipeline"], long=["pipeline"]))
 def test_peers_that_do_not_share_the_loss_hear_too(pool, tmp_path, split):
     argv = [f"--parallelism.{split}_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
     process = start([*ARGV, *argv], tmp_path / "stopped", NGPU="2", INJURY="usr1:forward:0:4")
@@ -334,7 +333,7 @@ def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
     stopped(process, tmp_path, "SIGTERM to .*")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_is_ended_because_of_another_was_not_asked(tmp_path):
     """The failure of the other is the outcome, and is not waited with."""
     injury = {"INJURY": "raise:data:1:6,sleep:data:0:6", "MAX_RESTARTS": "0"}

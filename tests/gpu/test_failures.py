@@ -47,6 +47,7 @@ def test_a_rank_that_hangs_is_named_and_every_rank_leaves_its_record_of_collecti
     assert "missing ranks: {1}" in verdict(ran.folder)
 
 
+@pytest.mark.exhaustive
 def test_of_a_device_that_stops_the_hang_is_reported(train_on_gpus, tmp_path):
     """Both hosts wait alike: no rank is named, least of all the one that waits for the other."""
     ran = train_on_gpus(tmp_path, 2, QUICK, FAKE_GPU_STUCK="1:60")

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tests.gpu import fake_gpu
+from tests.lanes import sample
 from tests.launch.run import ROOT, environment
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("only", "model"),
-    [("tp2,pp2", "llama3"), ("ep2", "qwen3")],
+    sample([("tp2,pp2", "llama3"), ("ep2", "qwen3")], long=[("ep2", "qwen3")]),
 )
 def test_rows_run_on_gpus_and_are_compared_with_a_cpu(fake_gpus, tmp_path, only, model):
     variables = {**environment(), **fake_gpu.environment(fake_gpus, tmp_path / "traces", 2)}

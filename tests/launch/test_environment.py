@@ -317,7 +317,7 @@ def test_an_environment_of_uv_trains_by_run_train_and_stays_what_uv_made(copy, u
     assert shell("uv run --no-sync titanlite --version", copy, uv).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_uv_run_trains_in_a_checkout_and_uvx_runs_titanlite_without_one(copy, uv, tmp_path):
     """As README says. Packages of 3 GB come from the index, and are removed again."""
     online = {"UV_OFFLINE": "0", "UV_PYTHON": sys.executable, "UV_CACHE_DIR": f"{tmp_path}/cache"}

@@ -106,7 +106,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     assert again.config.job.device == "auto"  # so that the file also trains on a machine with GPUs
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_resumed_run_counts_the_tokens_that_it_had(tmp_path):
     """Those of the checkpoint, then steps of another batch."""
     argv = [word for word in TINY if word != "--checkpoint.no_enable"]
@@ -562,8 +562,7 @@ def test_a_stop_after_the_last_step_promises_no_further_one(tmp_path, capsys):
         assert ("; no step is left, but" in capsys.readouterr().out) == is_last
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("world", ["1", "2"])
+@pytest.mark.parametrize("world", sample(["1", "2"], long=["2"]))
 def test_a_second_run_in_a_folder_is_refused_without_the_launcher_too(tmp_path, world):
     """Every task exits, not only the one with rank 0."""
     lock.take(tmp_path / lock.RUN_LOCK, "the folder")

@@ -46,6 +46,7 @@ def test_a_cable_that_was_pulled_for_20_seconds_changes_no_loss(pool, hosts: Hos
     assert two == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_cut_off_for_good_ends_also_if_it_is_asked_to(hosts: Hosts, tmp_path):
     """Its launcher does not wait for an answer of the store that never comes."""
     argv = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import sample
 from tests.launch.run import ROOT, records, train
 from tests.multinode.hosts import ARGV, Hosts, NoHosts
 from tests.multinode.slurm import Slurm, missing, wait_until
@@ -66,7 +67,9 @@ def told(folder: Path, job: str) -> list[str]:
     return [log.read_text().strip() for log in sorted(folder.glob(f"{job}.*"))]
 
 
-@pytest.mark.parametrize("code", [STOPPED, CUT_SHORT, OK, FAILED, REFUSED, GIVEN_UP])
+@pytest.mark.parametrize(
+    "code", sample([STOPPED, CUT_SHORT, OK, FAILED, REFUSED, GIVEN_UP], long=[STOPPED, FAILED])
+)
 def test_launchers_get_the_warning_once_and_the_job_is_queued_again_if_they_stopped_on_request(
     slurm, tmp_path, code
 ):

@@ -411,7 +411,7 @@ def test_a_used_up_budget_ends_the_run_with_its_own_exit_code_on_all_ranks(
     assert "step-8" not in steps_in(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_launcher_returns_the_exit_code_of_a_used_up_budget(tmp_path):
     """The first update makes the weights so large that no gradient is finite from then on."""
     argv = [*TINY, SKIP, "--fault.skip_budget=3", "--optimizer.lr=1e30", "--training.steps=20"]

@@ -31,12 +31,12 @@ OTHERS = [one for one in [*LAYOUTS, *TECHNIQUES] if one not in QUICK]
 """With a third of the rows of techniques: `titanlite plan --selftest` has them all."""
 
 
-@pytest.mark.parametrize("plan_row", sample([*QUICK, *OTHERS], *QUICK, every=2), ids=str)
+@pytest.mark.parametrize("plan_row", sample([*QUICK, *OTHERS], *QUICK, every=4), ids=str)
 def test_a_rehearsal_equals_real_processes_to_the_byte(plan_row, pool, tmp_path):
     assert not check(plan_row, tmp_path, pool)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rehearsal_equals_eight_real_processes_to_the_byte(tmp_path):
     with closing(Pool(8, PRELOAD)) as eight:
         assert not check(ROWS[8], tmp_path, eight)

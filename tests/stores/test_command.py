@@ -111,7 +111,7 @@ def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(url, pr
     assert code == 75 and f" and in {url}" in out.strip().splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, proxy, tmp_path):
     argv = [*TINY, "--checkpoint.enable", f"--checkpoint.mirror={url}", "--training.steps=2"]
     argv.append("--sweep=optimizer.lr=1e-3,2e-3")
@@ -189,7 +189,7 @@ def test_a_run_without_a_disk_that_is_killed_goes_on_by_the_same_command(url, pr
     assert code == 0 and f"{url}/step-{STEPS}" in out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_is_restarted_from_the_bucket_without_waiting(url, proxy, tmp_path):
     here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]

@@ -64,7 +64,7 @@ def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tmp_path):
     assert "environment of rank 0" not in out and not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_under_the_doctor_is_named_with_its_stack_and_no_file_is_left(tmp_path):
     options = [*TINY, "--model.package=injured", "--comm.init_timeout_seconds=12"]
     run = start(options, tmp_path / "none", "titanlite doctor", NGPU="2", INJURY="sleep:start:1:0")
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_doctor_with_130_and_without_a_traceback(tmp_path):
     assert code == 130 and "Traceback" not in out, out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_of_nodes_that_differ_the_facts_are_printed_and_then_what_differs(tmp_path):
     port, codes, outs = free_port(), [], []
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NGPU": "1"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import sample
 from tests.tools.test_readme import ROOT, shell
 
 SHORT = " ".join(
@@ -46,8 +47,7 @@ def script(page: str) -> str:
     return text
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PROOFS)
+@pytest.mark.parametrize("name", sample(PROOFS, long=["own-text", "new-model"]))
 def test_the_commands_of_a_tutorial_do_their_work(name, tmp_path):
     page = (ROOT / f"docs/tutorial-{name}.md").read_text(encoding="utf-8")
     if "import AutoModel" in page:
