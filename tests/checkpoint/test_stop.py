@@ -19,7 +19,7 @@ LONG += ["--metrics.log_freq=1", "--training.steps=100000"]
 
 
 def wait_for(path: Path, process) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)

@@ -110,7 +110,7 @@ def several_nodes(folder, argv: list[str], count: int = 2, **environ: str):
 
 
 def wait_for(path, process) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.02)

@@ -38,7 +38,7 @@ ARGV = [
 def started(folder: Path, *argv: str, steps: int = 5, **environ: str) -> subprocess.Popen:
     """Return the launcher of two ranks that have taken some steps."""
     process = start([*ARGV, *argv], folder, NGPU="2", **environ)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 90
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
         assert time.monotonic() < deadline and process.poll() is None, finish(process)
         time.sleep(0.05)

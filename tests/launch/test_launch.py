@@ -393,7 +393,7 @@ def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int
         "--training.dataloader.num_workers=1",
     ]
     process = start([*argv, *more], folder, NGPU="2")
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 180
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 20):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)

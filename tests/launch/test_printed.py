@@ -72,7 +72,7 @@ def test_the_commands_at_the_end_of_a_run(place):
             stdout=log,
             stderr=log,
         )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while (
         "http://" not in (text := (folder / "tensorboard.log").read_text())
         and time.monotonic() < deadline

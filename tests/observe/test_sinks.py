@@ -68,7 +68,7 @@ def wandb_records(folder: Path, run: str = "offline-run-*") -> list[Any]:
     on when the run has ended.
     """
     (path,) = folder.glob(f"wandb/{run}/*.wandb")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         records = _whole_records(path)
         if any(record.WhichOneof("record_type") == "exit" for record in records):

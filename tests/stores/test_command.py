@@ -38,7 +38,7 @@ ARGV = [
 
 def until(process, file: Path, least: int) -> None:
     """Wait until a file has a number that is large enough."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not file.exists() or int(file.read_text()) < least:
         assert time.monotonic() < deadline and process.poll() is None, finish(process)
         time.sleep(0.02)
