@@ -30,7 +30,7 @@ def rows(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_row_of_the_gpu_table_is_measured(rows, tmp_path):
     found = rows("small, eager, recompute op")
     assert "--training.mixed_precision_param=bfloat16" in found["words"] and found["steps"] == 1

@@ -178,7 +178,7 @@ def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
     assert steps_in(tmp_path) == ["step-30", "step-40"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_slow_save_does_not_meet_the_training_timeout(pool, tmp_path):
     for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
         assert step == 4 and took >= 6

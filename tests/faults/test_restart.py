@@ -60,7 +60,7 @@ def test_a_spent_budget_of_restarts_ends_the_run(tmp_path):
     assert "restart 1 of 1" in out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_saves_between_its_failures_goes_on(tmp_path):
     kills = "kill:backward:1:4, kill:backward:0:7:2"
     code, out = train(INJURED, tmp_path, NGPU="2", INJURY=kills, MAX_RESTARTS="1")
@@ -145,7 +145,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
     (first, second), _ = several_nodes(
         tmp_path, [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"]
@@ -198,7 +198,7 @@ def test_a_request_to_a_spare_that_never_had_workers_ends_all_nodes_at_one_step(
     assert len(steps) == 1 and int(*steps) >= 6, results
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     (first, second), variables = several_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)
@@ -238,7 +238,7 @@ def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_
     )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_lost_node_0_ends_the_others(tmp_path):
     (first, second), _ = several_nodes(tmp_path, SLOW)
     wait_for(tmp_path / "checkpoint/step-4", first)

@@ -110,11 +110,8 @@ ROWS: dict[str, tuple[int, str, dict[str, int]]] = {
 }
 
 
-IN_CI = [
-    "FSDP x expert parallel", "FSDP x context parallel", "Interleaved1F1B", "float8 gathered",
-    "offload", "skipping", "documents",
-]  # fmt: skip
-"""A row for each mechanism; the others are its relatives and products."""
+IN_CI = ["FSDP x expert parallel", "Interleaved1F1B", "offload", "documents"]
+"""The others are in the exhaustive lane."""
 
 
 @pytest.mark.parametrize("row", sample(ROWS, "FSDP", long=IN_CI))
@@ -186,7 +183,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_groups_for_tensors_on_gpus_have_no_gloo_beside_nccl(fake_gpus, tmp_path):
     (tmp_path / "own.py").write_text(GPU_ONLY)
     variables = {**os.environ, **fake_gpu.environment(fake_gpus, tmp_path / "traces", 2)}
@@ -235,7 +232,7 @@ def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_row):
     assert between and min(between) >= 50
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
     """Forward and backward pass, the optimizer's one for all parameters, and FSDP2's."""
     launches = []

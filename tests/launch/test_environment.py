@@ -83,7 +83,7 @@ def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout)
     assert "installing titanlite" in fourth.communicate()[1], "a changed project is installed again"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_copied_checkout_gets_an_environment_of_its_own(checkout, tmp_path_factory):
     copy = tmp_path_factory.mktemp("other") / "copy"
     for folder in (checkout, copy):
@@ -335,7 +335,7 @@ def test_uv_run_trains_in_a_checkout_and_uvx_runs_titanlite_without_one(copy, uv
         shutil.rmtree(copy / ".venv", ignore_errors=True)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_into_an_environment_of_uv_without_titanlite_it_is_installed_and_nothing_is_removed(
     checkout, uv
 ):

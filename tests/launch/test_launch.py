@@ -416,7 +416,7 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     assert left_over(family) == []
 
 
-@pytest.mark.parametrize("kind", sample(["segv", "core"], long=["segv"]))
+@pytest.mark.parametrize("kind", sample(["segv", "core"], long=[]))
 def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
     """Where it also leaves its core, that takes a while, in which its peers lose it."""
     argv = [*TINY, "--model.package=injured"]
@@ -502,7 +502,7 @@ def test_ctrl_c_ends_everything_in_five_seconds_with_one_line(tmp_path):
     assert left_over(family, until=began + 5) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_and_loaders_of_a_killed_launcher_exit(tmp_path):
     process, family = start_two_ranks(tmp_path)
     process.kill()
@@ -713,7 +713,7 @@ def test_a_closed_pipe_ends_a_command_quietly():
     assert done.stdout.startswith("usage: titanlite train") and done.stderr == ""
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_closed_console_does_not_end_the_run(tmp_path):
     command = (
         f"{sys.executable} -m titanlite train {' '.join(TINY)} --job.dump_folder={tmp_path} "

@@ -84,7 +84,7 @@ def test_the_commands_at_the_end_of_a_run(place):
     assert "http://" in text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_options_that_start_from_imported_weights(place):
     folder, _ = place
     source, target = folder / FOLDER / "checkpoint/hf-step-3", folder / FOLDER / "imported"
@@ -117,7 +117,7 @@ def test_the_options_that_train_on_prepared_text(place):
     assert done.returncode == 0 and "step 1 reached" in done.stdout, done
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_command_for_an_export_that_is_missing(place):
     folder, _ = place
     export = folder / FOLDER / "checkpoint/hf-step-3"

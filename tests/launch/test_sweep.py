@@ -80,7 +80,7 @@ def test_runs_of_a_sweep_differ_in_its_key_alone(given, setting, seeds, tmp_path
     assert {config.debug.seed for config in configs} == seeds
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was_not_done(tmp_path):
     first, second = (tmp_path / f"optimizer.lr={value}" for value in ("1e-3", "2e-3"))
     process = start(SWEEP, tmp_path, NGPU="1")

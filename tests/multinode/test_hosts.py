@@ -20,6 +20,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder) if "loss" in record]
 
 
+@pytest.mark.exhaustive
 def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
     hosts: Hosts, tmp_path
 ):

@@ -47,7 +47,7 @@ def assert_equal_to_the_whole(planned: Job) -> None:
         assert recording == record_step(planned, rank * size), f"rank {rank}"
 
 
-SCHEDULES_IN_CI = ["2 DualPipeV 9 8", "4 GPipe 5 5"]
+SCHEDULES_IN_CI = ["2 DualPipeV 9 8"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_few_micro_batches_give_any_number_on_every_rank(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "more"), sample(TECHNIQUES, TECHNIQUES[0], long=TECHNIQUES[2:10:4])
+    ("shape", "size", "more"), sample(TECHNIQUES, TECHNIQUES[0], long=TECHNIQUES[2:3])
 )
 def test_few_blocks_and_micro_batches_give_a_deep_pipeline(shape, size, more):
     assert_equal_to_the_whole(pipelined(shape, more, size))

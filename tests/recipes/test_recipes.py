@@ -139,6 +139,7 @@ def test_skypilot_takes_the_recipe(monkeypatch, tmp_path):
     assert task.num_nodes == 2 and resources.job_recovery["recover_on_exit_codes"] == [75, 76]
 
 
+@pytest.mark.exhaustive
 def test_ray_trains_on_a_cluster_of_two_nodes(tmp_path):
     pytest.importorskip("ray", reason=REASON)
     from ray.cluster_utils import Cluster

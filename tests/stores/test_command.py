@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(url, proxy, tmp_path):
     here = {"NGPU": "2", **credentials(proxy.port)}
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]

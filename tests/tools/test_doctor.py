@@ -160,7 +160,7 @@ def doctor(folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_torchs_verdict_on_dumps_is_printed(dumps):
     code, out = doctor(dumps)
     assert (
