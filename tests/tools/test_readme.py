@@ -72,7 +72,8 @@ CHECKS = {
         "no effect on 1 rank: parallelism.fsdp_forward_prefetch(.*\n)+.*step 2 reached"
     ),
     "./run_train.sh --config llama_8b.toml": Check(  # neither its tokenizer nor its text is here
-        r"can't train llama3 8B here with this config; nothing was started\n  model.hf_assets_path",
+        r"can't train llama3 8B here with this config; nothing was started\n"
+        r"  model\.hf_assets_path",
         code=2,
     ),
     "./run_train.sh --help": Check(r"optimizer\.lr "),

@@ -155,8 +155,8 @@ def _end(
     for rank, process in processes.items():
         code = process.poll()
         ended = rank in running and code not in CRASHES
-        is_held = code is None  # in the kernel; for a moment any process may be there
-        exits[rank] = Exit(code, now, ended, ended and (stopped[rank] or is_held))
+        # Without a code it is held in the kernel; for a moment any process may be there.
+        exits[rank] = Exit(code, now, ended, ended and (stopped[rank] or code is None))
     _kill_groups([process.pid for process in processes.values()])
     return exits
 

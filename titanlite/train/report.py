@@ -61,8 +61,7 @@ class Report:
 
     def name_unused(self, step: int, trained: Sequence[TrainedParam]) -> None:
         """Warn of parameters that no gradient has reached in the first step."""
-        names = [each.name for each in trained if each.parameter.grad is None]
-        if step == 1 and names:
+        if step == 1 and (names := [e.name for e in trained if e.parameter.grad is None]):
             self.log.warning(f"forward does not use these, which get no gradient:{some_of(names)}")
 
     def is_logged(self, step: int) -> bool:
