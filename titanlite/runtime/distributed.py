@@ -42,6 +42,16 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def shared_device(local_rank: int, local_world: int) -> torch.device:
+    """Return the GPU of a rank on a node with as many ranks as there are GPUs, or more."""
+    gpus = torch.cuda.device_count()
+    if gpus < local_world:
+        # NCCL refuses two ranks of one host on a GPU, but not two hosts.
+        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return torch.device("cuda", local_rank % gpus)
+
+
 def stay_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> None:
     """Keep this thread, and those that it starts, on the cores of a GPU's NUMA node, of those that
     it may use.

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.options import declare
+from titanlite.config.options import declare, positive_int
 from titanlite.errors import UserError, format_table, nearest
 from titanlite.observe.progress import track
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
@@ -63,8 +63,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--beyond": "all rows of the further layouts and of inductor; "
         "without options only the first of each runs",
         "--out FILE.md": ("page of --full (default: parity-MODEL.md)", Path),
-        "--device NAME": "cpu or cuda: run a table in float32 and bfloat16 on it, with a rank for "
-        "each GPU, and compare with float64 on a CPU",
+        "--device NAME": "cpu or cuda: run a table in float32 and bfloat16 on it, and compare with "
+        "float64 on a CPU",
+        "--ranks N": (
+            "most ranks of a row of --device (default: the GPUs); more than GPUs share them",
+            positive_int,
+        ),
         "--only ROW,…": "run only these rows of the table: layouts or numbers, "
         "such as tp2,dp2,#40; 1 is the layout, #1 the row",
         "--fault NAME": "put in a known fault, to see it detected; list prints them",
@@ -85,6 +89,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(
             f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}"
         )
+    if arguments.ranks and not arguments.device:
+        raise UserError("--ranks is the limit of --device's table: add --device cuda, or remove it")
     if arguments.fault == "list":
         from titanlite.verify.known_faults import FAULTS
 
@@ -96,7 +102,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     every = table(model)
     if arguments.device:
         model = replace(model, device=arguments.device)
-        every = rows_of_device(model)
+        every = rows_of_device(model, arguments.ranks)
     if arguments.fault:
         rows = numbered(fault_rows(model, arguments.fault))
     elif arguments.full:
@@ -146,17 +152,17 @@ def table(model: ModelUnderTest) -> Rows:
     return numbered(rows)
 
 
-def rows_of_device(model: ModelUnderTest) -> Rows:
-    """Return the rows that the model and the number of devices allow."""
+def rows_of_device(model: ModelUnderTest, most: int | None) -> Rows:
+    """Return the rows that the model and the number of ranks allow."""
     import torch
 
     if model.device not in ("cpu", "cuda"):
         raise UserError(f"--device: unknown device '{model.device}'; legal: cpu, cuda")
-    ranks = 8
+    ranks = most or 8
     if model.device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch finds no usable GPU on this node")
-        ranks = torch.cuda.device_count()
+        ranks = most or torch.cuda.device_count()
     allowed = [row for row in OF_DEVICE if row.layout in model.layouts and row.mesh.world <= ranks]
     if not model.spec.core:
         allowed = [row for row in allowed if row.documents == "off"]

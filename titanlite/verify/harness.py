@@ -56,7 +56,8 @@ def measure(
     trainer: InstrumentedTrainer | None = None
     try:
         with FAULTS[fault].put_in() if fault else nullcontext():
-            rank_info = RankInfo(rank, world, rank, f"rank{rank}")
+            gpus = torch.cuda.device_count() or world
+            rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
             job = build_job(overrides, world)
             trainer = InstrumentedTrainer(
                 with_role(job, *role) if role else job, rank_info, row.batch

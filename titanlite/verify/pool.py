@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from titanlite.runtime.distributed import pick_device, set_collective_timeout
+from titanlite.runtime.distributed import set_collective_timeout, shared_device
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
@@ -221,7 +221,7 @@ def _make_groups(
     )
     backend, gpu = "gloo", None
     if device == "cuda":
-        backend, gpu = "cuda:nccl,cpu:gloo", pick_device(device, rank)
+        backend, gpu = "cuda:nccl,cpu:gloo", shared_device(rank, world)
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu
