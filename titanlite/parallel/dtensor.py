@@ -24,14 +24,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     local = local_part(tensor)
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return torch_private.dtensor_like(tensor, local)
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -115,6 +115,14 @@ def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
     return tuple(shard_at(tensor, tensor.device_mesh.get_coordinate() or ())[1])
 
 
+def dtensor_like(tensor: "DTensor", local: torch.Tensor) -> "DTensor":
+    """Return a DTensor with the mesh and the placements of another, and this shard's memory."""
+    # torch 2.11, 2.13 and 2.14. The public from_local copies a shard in host memory to the GPU.
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=local.requires_grad)  # type: ignore
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups of this process."""
     # torch 2.11, 2.13 and 2.15; a DeviceMesh lists its own groups only, and FSDP2 creates others.

@@ -93,15 +93,18 @@ def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # The system frees the rest.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
-    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        yield RowRunner(model, Path(folder), pool)
+    # References run on a CPU: new groups would cost a pool on GPUs its processes.
+    on_cpu = closing(Pool(1, PRELOAD, pool.log)) if pool.device == "cuda" else nullcontext(pool)
+    with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, on_cpu as references:
+        yield RowRunner(model, Path(folder), pool, references)
 
 
 class RowRunner:
     """Compares rows of one model with their references, which are kept in `folder`."""
 
-    def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool) -> None:
+    def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool, references: Pool) -> None:
         self._model, self._folder, self._pool = model, folder, pool
+        self._on_cpu = references
         self._references: dict[tuple[str, ...], tuple[str, float]] = {}
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
@@ -139,7 +142,7 @@ class RowRunner:
         )
         try:
             with new_ranks as pool:
-                reference, max_norm = self._reference(pool, row)
+                reference, max_norm = self._reference(row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
                 worst = pool.run(
                     measure,
@@ -162,7 +165,7 @@ class RowRunner:
         largest, what = worst[rank]
         return Result(row, what, largest, rank, time.monotonic() - start)
 
-    def _reference(self, pool: Pool, row: Row) -> tuple[str, float]:
+    def _reference(self, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
         precision = "float32" if row.precision == "bfloat16" else row.precision
         if self._model.device:
@@ -179,7 +182,7 @@ class RowRunner:
                 overrides.append(EXTRAS["large"])
             own = build_job(self._model.command_line(row, self._folder), row.mesh.world)
             steps = steps_of(own.config)
-            max_norm = pool.run(
+            max_norm = self._on_cpu.run(
                 measure_reference,
                 overrides,
                 path,
