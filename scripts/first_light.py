@@ -105,6 +105,18 @@ def last_step(folder: Path) -> dict[str, float]:
     return [record for record in records if "tps" in record][-1]
 
 
+def resumed(out: str, folder: Path) -> str:
+    """Return the loss at the end of a run, which must be that of a resume from its middle."""
+    shows("resumed step 3")(out, folder)
+    losses = []
+    for name in ("whole.jsonl", "metrics.jsonl"):
+        records = map(json.loads, (folder / name).read_text().splitlines())
+        losses.append({each["step"]: each["loss"] for each in records if "loss" in each})
+    if losses[0] != losses[1] or len(losses[0]) != 6:
+        raise ValueError(f"losses {losses[0]}, and with a resume after step 3 {losses[1]}")
+    return f"resumed after step 3: the same losses, at step 6 {losses[0][6]:.6g}"
+
+
 def memory(out: str, folder: Path) -> str:
     """Return the memory of a step, planned and measured."""
     config = ["--config", str(folder / "config.toml")]
@@ -161,11 +173,22 @@ def checks(machine: Machine) -> Iterator[Row]:
     yield Row("versions", 60, [*TITANLITE, "doctor", *machine.package], shows(*versions))
     copies = [*TORCHRUN, f"--nproc-per-node={machine.gpus}", "benchmarks/bandwidth.py"]
     yield Row("bandwidths", 60, copies, bandwidths)
-    verify = [*TITANLITE, "verify", "--device=cuda", *machine.package]
-    yield Row("verify", 180, verify, verified)
-    if machine.gpus > 1:
-        experts = "--model.name=qwen3 --model.flavor=debugmodel_moe --only=ep2".split()
-        yield Row("verify experts", 60, [*verify, *experts], verified)
+    # Where there are fewer GPUs, ranks share them.
+    verify = [*TITANLITE, "verify", "--device=cuda", f"--ranks={max(4, machine.gpus)}"]
+    verify += machine.package
+    yield Row("verify", 240, verify, verified)
+    experts = "--model.name=qwen3 --model.flavor=debugmodel_moe --only=ep2".split()
+    yield Row("verify experts", 60, [*verify, *experts], verified)
+    kept = "--debug.deterministic --training.seq_len=256 --metrics.log_freq=1".split()
+    kept += "--checkpoint.enable --checkpoint.interval=3 --training.steps=6".split()
+    train = [*machine.train, *kept]
+    for name, options in {
+        "a resume": ["--checkpoint.async_mode=async_with_pinned_mem"],
+        "a resume, offloaded": ["--training.enable_cpu_offload"],
+    }.items():
+        forget = 'rm -r "$0/checkpoint/step-6" && cp "$0/metrics.jsonl" "$0/whole.jsonl"'
+        twice = ["sh", "-c", f'"$@" && {forget} && "$@"', "FOLDER", *train, *options]
+        yield Row(name, 60, twice, resumed)
     if find_spec("pytest"):
         # These words select the tests that are eager, on one GPU.
         tests = "tests/train/test_waiting.py -q -p no:cacheprovider -k".split()

@@ -47,12 +47,13 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 219_360}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 219_540}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
 titanlite: 173,250 stood when the issues after that of rings began, whose own goal of 145,000 was
-not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 890, the
+not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 1,070, of
+which 180 for ranks that share it and for offloaded parameters, the
 cores near a GPU, a warning of slow saves and a refusal of bare parameters 210, the planner 7,020
 (3,000; 1,600 for pipelines, 2,690 to plan these within a minute, 580 for compiled blocks), the
 first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale 4,260, which is 3,260

@@ -87,11 +87,11 @@ def judge(rows: dict[str, tuple[str, str]], folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("gpus", "count"), [(1, 6), pytest.param(4, 7, marks=only_with_compile)])
+@pytest.mark.parametrize(("gpus", "count"), [(1, 9), pytest.param(4, 9, marks=only_with_compile)])
 def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, gpus, count):
     """The rows that compile nothing, and of verify the shorter one."""
     rows = run_on(
-        fake_gpus, tmp_path, gpus, "versions|bandw|verify experts|hang|kernel|killed|memory"
+        fake_gpus, tmp_path, gpus, "versions|bandw|verify experts|hang|kernel|killed|memory|resume"
     )
     assert len(rows) == count
     judge(rows, tmp_path)
@@ -101,5 +101,5 @@ def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, gpus
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_all_rows_run_on_fake_gpus(fake_gpus, tmp_path, gpus):
     rows = run_on(fake_gpus, tmp_path, gpus, "")
-    assert len(rows) == (14 if gpus == 1 else 18)
+    assert len(rows) == (17 if gpus == 1 else 20)
     judge(rows, tmp_path)

@@ -15,13 +15,14 @@ from tests.launch.run import ROOT, environment
 
 
 @pytest.mark.parametrize(
-    ("only", "model"),
-    sample([("tp2,pp2", "llama3"), ("ep2", "qwen3")], long=[("ep2", "qwen3")]),
+    ("only", "model", "gpus"),
+    sample([("tp2,pp2", "llama3", 2), ("ep2", "qwen3", 1)], long=[("ep2", "qwen3", 1)]),
 )
-def test_rows_run_on_gpus_and_are_compared_with_a_cpu(fake_gpus, tmp_path, only, model):
-    variables = {**environment(), **fake_gpu.environment(fake_gpus, tmp_path / "traces", 2)}
+def test_rows_run_on_gpus_and_are_compared_with_a_cpu(fake_gpus, tmp_path, only, model, gpus):
+    """Also two ranks that share a GPU."""
+    variables = {**environment(), **fake_gpu.environment(fake_gpus, tmp_path / "traces", gpus)}
     command = [sys.executable, "-m", "titanlite", "verify", "--device=cuda", f"--only={only}"]
-    command += ["--model.package=on_fake_gpu", f"--model.name={model}"]
+    command += ["--model.package=on_fake_gpu", f"--model.name={model}", "--ranks=2"]
     if model == "qwen3":
         command.append("--model.flavor=debugmodel_moe")
     done = subprocess.run(

@@ -45,6 +45,9 @@ def test_a_dozen_rows_run_on_two_devices_and_those_of_one_rank_on_one(monkeypatc
             rows = rows_of_device(model).values()
             assert len(rows) == count, (devices, [str(row) for row in rows])
             assert {row.precision for row in rows} == {"float32", "bfloat16"}
+    model = read_model([], {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert len(rows_of_device(replace(model, device="cuda"), most=4)) == 13, "ranks share a GPU"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,7 @@ def test_a_dozen_rows_run_on_two_devices_and_those_of_one_rank_on_one(monkeypatc
         ("--device tpu", "--device: unknown device 'tpu'; legal: cpu, cuda"),
         ("--device cuda", "--device cuda: torch finds no usable GPU on this node"),
         ("--device cpu --full", "--full and --device each select rows of a table: remove --device"),
+        ("--ranks 4", "--ranks is the limit of --device's table: add --device cuda, or remove it"),
         ("--device cpu --only dp3", "--only: llama3 debugmodel has no row dp3"),
     ],
 )

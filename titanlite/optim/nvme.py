@@ -27,7 +27,7 @@ from torch import nn
 from titanlite.config.schema import JobConfig
 from titanlite.errors import RunFailed, UserError, format_bytes, print_notice
 from titanlite.optim.skip import step_unless
-from titanlite.parallel.dtensor import local_part, plain
+from titanlite.parallel.dtensor import local_part, with_shard
 
 _KEY = "training.offload_folder"
 _PAGE = 4096
@@ -63,8 +63,7 @@ class OnDisk(torch.optim.Optimizer):
             local = local_part(parameter)
             state = self.state[parameter] = {key: value * 0 for key, value in fresh.items()}
             for key, row in zip(self._keys, rest, strict=True):
-                state[key] = plain(parameter).detach()  # no memory of its own: that is the row
-                local_part(state[key]).data = row[: local.numel()].view(local.shape)
+                state[key] = with_shard(parameter, row[: local.numel()].view(local.shape))
                 region = [n * dtype.itemsize for n in (row.storage_offset(), _whole(local))]
                 state[key].let_go = partial(mapped.madvise, mmap.MADV_DONTNEED, *region)
             rest = rest[:, _whole(local) :]

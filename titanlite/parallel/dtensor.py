@@ -21,10 +21,12 @@ def let_go(tensor: torch.Tensor) -> None:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same tensor in the same memory, the shard of a DTensor being a plain tensor."""
-    local = local_part(tensor)
-    if not isinstance(tensor, DTensor):
-        return local
-    return torch_private.dtensor_like(tensor, local)
+    return with_shard(tensor, local_part(tensor))
+
+
+def with_shard(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same place on the mesh, whose shard is in this memory."""
+    return torch_private.dtensor_like(tensor, shard) if isinstance(tensor, DTensor) else shard
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:

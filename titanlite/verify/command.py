@@ -152,7 +152,7 @@ def table(model: ModelUnderTest) -> Rows:
     return numbered(rows)
 
 
-def rows_of_device(model: ModelUnderTest, most: int | None) -> Rows:
+def rows_of_device(model: ModelUnderTest, most: int | None = None) -> Rows:
     """Return the rows that the model and the number of ranks allow."""
     import torch
 

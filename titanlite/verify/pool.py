@@ -76,8 +76,8 @@ class Pool:
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
         if self._world != world:
-            # torch 2.11 to 2.14 crash where a process splits its second group of all ranks on GPUs
-            # (pytorch#192109).
+            # torch 2.11, not 2.14, crashes where a process splits its second group of all ranks on
+            # GPUs (pytorch#192109).
             if self.device == "cuda" or self._generation % MAX_GROUP_REBUILDS == 0:
                 self.close()
             self._generation, self._world = self._generation + 1, world
