@@ -112,6 +112,12 @@ def some_of(lines: Sequence[str], most: int = 8) -> str:
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
+def few_of(numbers: Sequence[int]) -> str:
+    """Return numbers in a line: the first eight, then how many more."""
+    text = ", ".join(map(str, numbers[:8]))
+    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text
+
+
 def format_bytes(size: float) -> str:
     """Return a number of bytes in the largest unit that gives at least 1."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]

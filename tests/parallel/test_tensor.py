@@ -59,6 +59,34 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
     )
 
 
+def rows_of_the_gradient(argv: list[str], folder: str) -> set[int]:
+    """Return the rows of the gradients that the look-up of tokens makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    run = trainer(argv, folder)
+    rows = set[int]()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.embedding_dense_backward.default:
+                rows.add(len(made))
+            return made
+
+    mine = micro_batches(*ragged_batch(), run.rank_slice)
+    with Recorded():
+        forward_backward(run, mine)
+    return rows
+
+
+def test_the_embedding_has_a_gradient_of_a_ranks_own_rows(pool, tmp_path):
+    """Under a pipeline it stays until the end of the step: 8 GiB for all rows of Llama 405B."""
+    argv = [*EVEN, TP2, "--training.local_batch_size=12"]
+    vocab_size = 256
+    made = pool.run(rows_of_the_gradient, argv, str(tmp_path), world=2)
+    assert made == [{vocab_size // 2}] * 2
+
+
 def test_sequence_is_gathered_once_per_module(pool, tmp_path):
     """The backward pass scatters it again, and sums the gradients of replicated parameters."""
     layers, norms = 2, 5

@@ -19,21 +19,17 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import cleanup, commit
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.hf.export import export_live
-from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     STATE,
     Position,
-    export_folder,
     latest_complete,
     step_folder,
     steps_to_delete,
 )
 from titanlite.checkpoint.state import Tensors, TrainingState
 from titanlite.config.toml import to_toml
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import begin_of_metrics, describe_environment
 from titanlite.parallel.dtensor import local_part
@@ -306,16 +302,3 @@ class Saver:
             self._pending.join()
             if self._pending.error is None:
                 self._record_success(self._pending)
-
-    @phase("save")
-    def export(self, step: int, state: TrainingState, tokenizer: Tokenizer | None) -> None:
-        """Write the weights as they are now in Hugging Face's format, next to the checkpoints."""
-        target = export_folder(self._folder.root, step)
-        group = self._folder.group
-        assert group is not None
-        translation = Translation(self._job.spec, self._job.model)
-        dtype = getattr(torch, self.settings.export_dtype)
-        # Buffers are refused whatever their values: ranks would have to agree on them.
-        translation.refuse([*translation.buffers])
-        export_live(target, translation, state, dtype, tokenizer, group)
-        self._log.info(f"exported step {step} for Hugging Face: {target}")

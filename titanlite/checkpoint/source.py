@@ -98,8 +98,6 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
 
 def _has_dropout(state: TrainingState) -> bool:
     """Return whether any stage of the model has dropout."""
-    own = False
-    for part in state.parts:
-        for module in part.modules():
-            own |= isinstance(module, nn.Dropout) and module.p > 0
+    modules = [module for part in state.parts for module in part.modules()]
+    own = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
     return any(gather_objects(own, state.stages))

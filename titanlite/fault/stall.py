@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.config.schema import JobConfig
+from titanlite.errors import few_of
 from titanlite.fault.status import Beat, Inspection, Status
 
 ENDED = "ended"
@@ -242,10 +243,7 @@ def _describe(each: Standing) -> str:
 
 
 def _names(ranks: Sequence[Standing]) -> str:
-    listed = ", ".join(str(each.rank) for each in ranks[:8])
-    return f"rank{'s' * (len(ranks) > 1)} {listed}" + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
+    return f"rank{'s' * (len(ranks) > 1)} {few_of([each.rank for each in ranks])}"
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import RunFailed
+from titanlite.errors import RunFailed, few_of
 from titanlite.parallel.build import Context, named_parameters
 from titanlite.parallel.dtensor import local_part, shard_offset
 from titanlite.parallel.mesh import Mesh
@@ -143,14 +143,7 @@ def _describe(found: Hashed | None, when: str, own: list[Hashed]) -> str:
     odd = [rank for rank, content in hashes.items() if content != most_common]
     rest = [rank for rank in hashes if rank not in odd]
     return (
-        f"replicas out of sync {when}: {name} on rank {_format_ranks(odd)} differs from rank "
-        f"{_format_ranks(rest)}, though they hold the same shard; check that versions and files "
+        f"replicas out of sync {when}: {name} on rank {few_of(odd)} differs from rank "
+        f"{few_of(rest)}, though they hold the same shard; check that versions and files "
         "are the same on all hosts"
     )
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    if len(ranks) > 8:
-        text += f" and {len(ranks) - 8} more"
-    return text

@@ -6,7 +6,7 @@ everything outside such modules must treat each token by itself. Parameters beco
 the `tp` mesh under their plain names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
@@ -26,6 +25,7 @@ from titanlite.errors import UserError
 from titanlite.layout import divisors
 from titanlite.parallel import float8, lora
 from titanlite.parallel.build import Context, shared_names, tie
+from titanlite.parallel.dtensor import box_of
 from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Role, Rule
 from titanlite.registry.lora import is_adapter
@@ -66,8 +66,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     enable_async_tensor_parallel(mesh.get_group())
     note += ", overlapped with computation (async)"
     if context.job.batch.local == 1:  # torch 2.13 cannot fuse the gather of one sequence
-        need = "inductor needs a training.local_batch_size of 2 or more for these"
-        note += f", but for all-gathers: {need}"
+        note += ", but for all-gathers: these need a training.local_batch_size of 2 or more"
     return [note]
 
 
@@ -77,12 +76,12 @@ def _split_module(
     """Make a module's parameters DTensors, split or whole by its role."""
     logits = Shard(-1) if splits_logits else Replicate()
     styles: dict[Role, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+        "embedding": LocalParameters(Shard(0)),
         "column": ColwiseParallel(),
         "row": float8.row_style(module)(output_layouts=SEQUENCE),
         "norm": SequenceParallel(use_local_output=True),
         "head": ColwiseParallel(output_layouts=logits, use_local_output=False),
-        "replicated": ReplicatedModule(),
+        "replicated": LocalParameters(Replicate()),
     }
     adapter = lora.take_adapter(module)
     try:
@@ -94,8 +93,8 @@ def _split_module(
         ) from None
     lora.split_adapter(module, adapter, role, mesh)
     if role == "embedding":
-        # Its collective may still be pending, which a compiled block cannot handle.
-        module.register_forward_hook(lambda module, args, output: output.clone())
+        own = box_of(module.get_parameter("weight"))[0]
+        module.forward = partial(_look_up, module.forward, own, mesh)  # type: ignore
 
 
 def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
@@ -209,19 +208,37 @@ def _gather(
     return (whole_sequence(args[0], mesh, cast), *args[1:])
 
 
-class ReplicatedModule(ParallelStyle):
-    """Give each rank all of a module's own parameters; each sees some of the tokens or heads."""
+class LocalParameters(ParallelStyle):
+    """Let a module's forward method see this rank's part of its own parameters: rows, or all."""
+
+    def __init__(self, placement: Shard | Replicate) -> None:
+        self._placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = dict(module.named_parameters(recurse=False))
         for name, parameter in own.items():
-            replicated = distribute_tensor(parameter.detach(), device_mesh, (Replicate(),))
-            module.register_parameter(name, nn.Parameter(replicated))
-        forward_with_converted_params(_local, module, own)
+            placed = distribute_tensor(parameter.detach(), device_mesh, (self._placement,))
+            module.register_parameter(name, nn.Parameter(placed))
+        forward_with_converted_params(self._local, module, own)
         return module
 
+    def _local(self, parameter: torch.Tensor) -> torch.Tensor:
+        assert isinstance(parameter, DTensor)
+        # Where all ranks have it, each sees some of the tokens: the gradient is the sum over ranks.
+        own = Partial() if self._placement == Replicate() else self._placement
+        return parameter.to_local(grad_placements=(own,))
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    # Each rank sees some of the tokens: the gradient is the sum over ranks.
-    return parameter.to_local(grad_placements=(Partial(),))
+
+def _look_up(
+    forward: Callable[..., Any], own: slice, mesh: DeviceMesh, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Look up the rows that this rank has; return a slice of the sequence, summed over ranks.
+
+    torch's RowwiseParallel makes a gradient of all rows on every rank.
+    """
+    elsewhere = (tokens < own.start) | (tokens >= own.stop)
+    rows = forward((tokens - own.start).masked_fill(elsewhere, 0))
+    rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+    summed = DTensor.from_local(rows, mesh, (Partial(),), run_check=False)
+    own_slice = summed.redistribute(placements=(SEQUENCE,)).to_local()
+    return own_slice.clone()  # a compiled block cannot handle a collective that is pending

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import source
 from titanlite.checkpoint.folder import CheckpointFolder
+from titanlite.checkpoint.hf.export import export_step
 from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import TrainingState
@@ -219,7 +220,7 @@ class Trainer:
         self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                self.saver.export(self.step, self.state, self.tokenizer)
+                export_step(self.checkpoints, self.step, self.state, self.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()

@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.commit import run_on_all_ranks, run_on_rank_0, staging_folder
+from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
 from titanlite.checkpoint.load import dtype_of
-from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.manifest import Manifest, export_folder
 from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.lora import merge
 from titanlite.registry.lora import adapter_of
 from titanlite.runtime import store
 from titanlite.runtime.distributed import rank_in
+from titanlite.runtime.page import phase
 
 FILE_BYTES = 4 << 30
 
@@ -111,6 +113,21 @@ def _write_files(
             what,
             partial(write, staging / own_file, own_tensors) if own_file else lambda: None,
         )
+
+
+@phase("save")
+def export_step(
+    folder: CheckpointFolder, step: int, state: TrainingState, tokenizer: Tokenizer | None
+) -> None:
+    """Write a run's weights as they are now, next to its checkpoints."""
+    target = export_folder(folder.root, step)
+    assert folder.group is not None
+    translation = Translation(folder.job.spec, folder.job.model)
+    # Buffers are refused whatever their values: ranks would have to agree on them.
+    translation.refuse([*translation.buffers])
+    dtype = getattr(torch, folder.settings.export_dtype)
+    export_live(target, translation, state, dtype, tokenizer, folder.group)
+    folder.log.info(f"exported step {step} for Hugging Face: {target}")
 
 
 def export_live(
