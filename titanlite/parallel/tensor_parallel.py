@@ -240,5 +240,5 @@ def _look_up(
     rows = forward((tokens - own.start).masked_fill(elsewhere, 0))
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
     summed = DTensor.from_local(rows, mesh, (Partial(),), run_check=False)
-    own_slice = summed.redistribute(placements=(SEQUENCE,)).to_local()
-    return own_slice.clone()  # a compiled block cannot handle a collective that is pending
+    # Positions have no batch. A compiled block cannot handle a collective that is pending.
+    return summed.redistribute(placements=(Shard(-2),)).to_local().clone()
