@@ -2,12 +2,14 @@
 
     python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
     python benchmarks/checkpoint.py --root s3://bucket/empty     in the store of the environment
+    python benchmarks/checkpoint.py --root s3://bucket/empty --beside
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
 manifest and commit. With --root the bare one is obstore's own put of as many bytes in the same
 parts. Ratios are taken within a round, since a shared machine drifts, and their medians are
-printed. Blocked is how long training waits."""
+printed. Blocked is how long training waits. With --beside, steps of a small model while a thread
+uploads a file of 512 MiB, as a mirror does or by obstore alone, against steps without, in turn."""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +35,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
+from benchmarks.usual import BATCH, SEQ, SIZES, build  # noqa: E402
+from models.llama3 import FLAVORS  # noqa: E402
 from tests.jobs import TINY, trainer  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
 from titanlite.checkpoint.saver import PendingSave, Saver  # noqa: E402
+from titanlite.runtime import store  # noqa: E402
 from titanlite.runtime.bucket import place  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
@@ -47,7 +56,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dim", type=int, default=640)
     parser.add_argument("--root", default="", help="URL of an empty place for the checkpoints")
+    parser.add_argument("--beside", action="store_true", help="a step beside an upload to --root")
     arguments = parser.parse_args()
+    if arguments.beside:
+        steps_beside_an_upload(arguments.rounds, arguments.root)
+        return
     pool = Pool(arguments.ranks, preload=["titanlite.train.trainer"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         given = arguments.rounds, arguments.dim, folder, arguments.root
@@ -65,6 +78,47 @@ def main() -> None:
         )
         spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
         print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare   {spread}")
+
+
+def steps_beside_an_upload(rounds: int, root: str) -> None:
+    """Print the seconds of uploads, and the ratios of steps in a round."""
+    torch.set_num_threads(1)
+    model = build("llama3")(replace(FLAVORS["debugmodel"], **SIZES), SEQ)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (BATCH, SEQ))
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    def copied(file: Path, target: Any) -> None:
+        store.copy(file, target)
+
+    def put(file: Path, target: Any) -> None:
+        target.bucket._uploads.put(target.key, file, chunk_size=64 << 20, max_concurrency=4)
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        file = Path(folder, "rank-0.safetensors")
+        file.write_bytes(os.urandom(512 << 20))
+        step()
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for number, (way, upload) in product(range(rounds), {"mirror": copied, "put": put}.items()):
+            without = [step() for _ in range(8)]
+            target = place(root) / f"{way}-{number}"
+            thread = threading.Thread(target=upload, args=(file, target))
+            began = time.perf_counter()
+            thread.start()
+            beside = [step()]
+            while thread.is_alive():
+                beside.append(step())
+            seconds[f"{way}: upload, s"].append(time.perf_counter() - began)
+            ratio = statistics.median(beside) / statistics.median(without)
+            seconds[f"{way}: step beside it, of one without"].append(ratio)
+    for what, taken in seconds.items():
+        print(f"{what:<40} {statistics.median(taken):.2f} ({min(taken):.2f} to {max(taken):.2f})")
 
 
 def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[str, list[float]]]:
