@@ -23,7 +23,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-from benchmarks.usual import BATCH, SEQ, SIZES, build  # noqa: E402
-from models.llama3 import FLAVORS  # noqa: E402
+from benchmarks.usual import timed_step  # noqa: E402
 from tests.jobs import TINY, trainer  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
 from titanlite.checkpoint.saver import PendingSave, Saver  # noqa: E402
@@ -82,30 +80,14 @@ def main() -> None:
 
 def steps_beside_an_upload(rounds: int, root: str) -> None:
     """Print the seconds of uploads, and the ratios of steps in a round."""
-    torch.set_num_threads(1)
-    model = build("llama3")(replace(FLAVORS["debugmodel"], **SIZES), SEQ)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (BATCH, SEQ))
-
-    def step() -> float:
-        began = time.perf_counter()
-        model(tokens).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - began
-
-    def copied(file: Path, target: Any) -> None:
-        store.copy(file, target)
-
-    def put(file: Path, target: Any) -> None:
-        target.bucket._uploads.put(target.key, file, chunk_size=64 << 20, max_concurrency=4)
-
+    step = timed_step()
+    ways: dict[str, Callable[[Path, Any], object]] = {"mirror": store.copy, "put": _put}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         file = Path(folder, "rank-0.safetensors")
         file.write_bytes(os.urandom(512 << 20))
         step()
         seconds: dict[str, list[float]] = defaultdict(list)
-        for number, (way, upload) in product(range(rounds), {"mirror": copied, "put": put}.items()):
+        for number, (way, upload) in product(range(rounds), ways.items()):
             without = [step() for _ in range(8)]
             target = place(root) / f"{way}-{number}"
             thread = threading.Thread(target=upload, args=(file, target))
@@ -196,12 +178,13 @@ def _bare_put(run: Trainer, tensors: list[torch.Tensor]) -> None:
     size, settings = sum(tensor.nbytes for tensor in tensors), run.saver.settings
     content, part = memoryview(bytearray(size)), settings.part_mib << 20
     path: Any = place(run.job.config.checkpoint.folder) / f"bare-{dist.get_rank()}"
-    path.bucket._uploads.put(
-        path.key,
-        (content[start : start + part] for start in range(0, size, part)),
-        chunk_size=part,
-        max_concurrency=settings.upload_parallel,
-    )
+    parts = (content[start : start + part] for start in range(0, size, part))
+    _put(parts, path, part, settings.upload_parallel)
+
+
+def _put(content: Any, target: Any, part: int = 64 << 20, parallel: int = 4) -> None:
+    """Put a file, or parts, by obstore alone."""
+    target.bucket._uploads.put(target.key, content, chunk_size=part, max_concurrency=parallel)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,25 @@ def passes_in_turn(name: str, pairs: int) -> dict[str, Any]:
         "high": found.high,
         "losses": [loss, usual_loss],
     }
+
+
+def timed_step() -> Callable[[], float]:
+    """Return a function that takes a step of a small Llama, in one thread, and returns its
+    seconds.
+    """
+    torch.set_num_threads(1)
+    model = build("llama3")(dataclasses.replace(llama3.FLAVORS["debugmodel"], **SIZES), SEQ)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (BATCH, SEQ))
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    return step
 
 
 def main() -> None:

@@ -98,11 +98,13 @@ def verified(out: str, folder: Path) -> str:
     return f"{count} one process; largest error {', '.join(errors)}"
 
 
+def read_records(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def last_step(folder: Path) -> dict[str, float]:
     """Return the record of a run's last steps."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [record for record in records if "tps" in record][-1]
+    return [record for record in read_records(folder / "metrics.jsonl") if "tps" in record][-1]
 
 
 def resumed(out: str, folder: Path) -> str:
@@ -110,8 +112,8 @@ def resumed(out: str, folder: Path) -> str:
     shows("resumed step 3")(out, folder)
     losses = []
     for name in ("whole.jsonl", "metrics.jsonl"):
-        records = map(json.loads, (folder / name).read_text().splitlines())
-        losses.append({each["step"]: each["loss"] for each in records if "loss" in each})
+        found = read_records(folder / name)
+        losses.append({each["step"]: each["loss"] for each in found if "loss" in each})
     if losses[0] != losses[1] or len(losses[0]) != 6:
         raise ValueError(f"losses {losses[0]}, and with a resume after step 3 {losses[1]}")
     return f"resumed after step 3: the same losses, at step 6 {losses[0][6]:.6g}"

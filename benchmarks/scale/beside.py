@@ -7,14 +7,12 @@ without. Prints the ratio of steps by the clock, and the seconds of the bookkeep
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import pickle
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -26,8 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.ratios import ratio  # noqa: E402
-from benchmarks.usual import BATCH, SEQ, SIZES, build  # noqa: E402
-from models.llama3 import FLAVORS  # noqa: E402
+from benchmarks.usual import timed_step  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
 from titanlite.checkpoint.commit import _describe_all  # noqa: E402
 from titanlite.checkpoint.manifest import File, Manifest  # noqa: E402
@@ -73,20 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=200)
     pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
     tensors = shards()
-    flavor: Any = dataclasses.replace(FLAVORS["debugmodel"], **SIZES)
-    model = build("llama3")(flavor, SEQ)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (BATCH, SEQ))
-
-    def step() -> float:
-        began = time.perf_counter()
-        model(tokens).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - began
-
+    step = timed_step()
     began = time.perf_counter()
     bookkeeping(tensors)
     alone = time.perf_counter() - began
