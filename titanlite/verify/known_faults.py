@@ -185,10 +185,10 @@ def hsdp_made_fsdp(build, *layout):
 def norms_not_reduced(split, module, name, role, *how):
     """under sequence parallel, gradients of norm weights are not summed over the ranks"""
     if role != "norm":
-        split(module, name, role, *how)
-        return
-    with patch("titanlite.parallel.tensor_parallel._local", local_part):
-        split(module, name, "replicated", *how)
+        return split(module, name, role, *how)
+    own = "titanlite.parallel.tensor_parallel.LocalParameters._local"
+    with patch(own, staticmethod(local_part)):
+        return split(module, name, "replicated", *how)
 
 
 @fault("train.trainer.build_model", "tp2")
