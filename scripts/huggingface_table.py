@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 import sys
 import tempfile
 import time
@@ -45,10 +46,12 @@ SETTINGS = """
 SAVING = ["--checkpoint.enable", "--checkpoint.interval=2"]
 NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "xmod": {"default_language": "en_XX"},
 }
-"""Keys of classes whose default config makes no model."""
+"""Keys of classes whose default config makes no model, or none that runs."""
 DECODER = {"is_decoder": True, "is_encoder_decoder": False}
 """With these, a class of an encoder, or of an encoder and a decoder, is a decoder alone."""
 BOUND = 1e-5
@@ -156,10 +159,17 @@ def check(kind: str, pool: Pool) -> dict[str, str]:
         error = reload(kind, overrides, two)
         seen["folder"] = f"{error:.0e}" if error < BOUND else f"differs: logits by {error:.0e}"
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        line = 0 if isinstance(error, UserError) else -1  # others end a traceback
-        seen["why"] = f"{type(error).__name__}: {(lines or [''])[line]}"[:220]
+        seen["why"] = why(error)[:220]
     return seen
+
+
+def why(error: Exception) -> str:
+    """Return the line of an error, or of a rank's traceback, that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if re.match(r"[\w.]+Error: |terminate called|what\(\): ", line)]
+    if isinstance(error, UserError) or not lines:
+        return f"{type(error).__name__}: {''.join(lines[:2])}"
+    return said[-1] if said else f"{type(error).__name__}: {lines[-1]}"
 
 
 def table(results: dict[str, dict[str, str]]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,36 +20,43 @@ from titanlite.registry import Conversion
 
 @dataclass(eq=False)
 class Reverted(Conversion):
-    """A parameter that the library renames, cuts or turns when it saves."""
+    """Parameters that the library renames, cuts, joins or turns when it saves."""
 
     model: Any
-    name: str
-    shape: tuple[int, ...]
+    shapes: dict[str, torch.Size]
     names: tuple[str, ...]
     last: tuple[Tensor, dict[str, Tensor]] | None = None
     """The last weight, whose tensors are taken one by one."""
 
-    def to_hf(self, weight: Tensor, name: str) -> Tensor:
-        if self.last is None or self.last[0] is not weight:
-            self.last = weight, revert_weight_conversion(self.model, {self.name: weight})
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    def to_hf(self, weights: Sequence[Tensor], name: str) -> Tensor:
+        if self.last is None or self.last[0] is not weights[0]:
+            own = dict(zip(self.shapes, weights, strict=True))
+            self.last = weights[0], revert_weight_conversion(self.model, own)
         tensor = self.last[1][name]
         if name == self.names[-1]:
             self.last = None
         return tensor
 
-    def from_hf(self, read: Callable[[str], Tensor]) -> Tensor:
+    def from_hf(self, parameter: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight; where its elements come from is found by their numbers' way there."""
-        size = torch.Size(self.shape).numel()
-        numbers = torch.arange(size).view(self.shape)
-        parts = revert_weight_conversion(self.model, {self.name: numbers})
+        numbers, end = {}, 0
+        for name, shape in self.shapes.items():
+            start, end = end, end + shape.numel()
+            numbers[name] = torch.arange(start, end).view(shape)
+        first, size = int(numbers[parameter].min()), numbers[parameter].numel()
         weight: Tensor | None = None
-        for name, places in parts.items():
+        for name, places in revert_weight_conversion(self.model, numbers).items():
             part = read(name)
             if weight is None:
                 weight = torch.empty(size, dtype=part.dtype)
-            weight[places.flatten()] = part.flatten()
+            own = (places >= first) & (places < first + size)
+            weight[places[own] - first] = part[own]
         assert weight is not None
-        return weight.view(self.shape)
+        return weight.view(self.shapes[parameter])
 
 
 def conversions(values: str) -> dict[str, Conversion]:
@@ -59,17 +68,19 @@ def conversions(values: str) -> dict[str, Conversion]:
     saved = revert_weight_conversion(model, own)
     if saved.keys() == own.keys() and all(saved[name] is own[name] for name in own):
         return {}
-    found: dict[str, Conversion] = {}
-    together, several = set[str](), set[str]()
+    kept: list[str] = []
+    groups: dict[tuple[str, ...], dict[str, torch.Size]] = {}
     for name, weight in own.items():
         alone = revert_weight_conversion(model, {name: weight})
-        several |= together & alone.keys()
-        together |= alone.keys()
-        if [*alone] != [name] or alone[name] is not weight:
-            found[name] = Reverted(model, name, tuple(weight.shape), tuple(alone))
-    if unknown := sorted(saved.keys() ^ together | several):
+        if [*alone] == [name] and alone[name] is weight:
+            kept.append(name)
+        else:
+            groups.setdefault((*alone,), {})[name] = weight.shape
+    times = Counter([*kept, *chain(*groups)])
+    if unknown := sorted(saved.keys() ^ times.keys() | {n for n in times if times[n] > 1}):
         raise UserError(
-            f"{type(model).__name__} saves tensors that are made of several parameters:"
+            f"{type(model).__name__} saves tensors that are made of parameters of others:"
             f"{some_of(unknown)}\nPlain files: titanlite checkpoint export --format safetensors"
         )
-    return found
+    found = [Reverted(model, shapes, names) for names, shapes in groups.items()]
+    return {name: each for each in found for name in each.parameters}

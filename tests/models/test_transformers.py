@@ -27,7 +27,7 @@ from titanlite.config.load import ConfigError
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
 from titanlite.errors import UserError
-from titanlite.models.transformers import flavor_of
+from titanlite.models.transformers import convert, flavor_of
 from titanlite.models.transformers.initial import recorded
 from titanlite.models.transformers.model import build, config_of, values_as_built
 from titanlite.models.transformers.probe import shrunk, small_config
@@ -279,16 +279,22 @@ DEEPSEEK = {
 }
 
 
-@pytest.mark.parametrize("flavor", sample(("mixtral", "gpt_neox", "gemma2", "hf"), "mixtral", "hf"))
+@pytest.mark.parametrize(
+    "flavor", sample(("mixtral", "gpt_neox", "gemma2", "hf", "lara_mini"), "mixtral", "hf")
+)
 def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
-    """Mixtral's experts are joined in the class and apart in the folder; DeepSeek's routers have
-    a bias that is no parameter."""
+    """Mixtral's experts are joined in the class and apart in the folder, Lara Mini's projections
+    the other way round; DeepSeek's routers have a bias that is no parameter."""
     spec = get_model("transformers")
-    config = spec.configure(flavor, DEEPSEEK if flavor == "hf" else {})
+    if flavor == "lara_mini":
+        config = small(flavor)
+    else:
+        config = spec.configure(flavor, DEEPSEEK if flavor == "hf" else {})
     model, table = build_meta_model(spec, config, 32)
     materialize(model, table, 0, torch.device("cpu"))
-    weights = dict(model.named_parameters()) | persistent_buffers(model)
-    biases = [weight.uniform_() for name, weight in weights.items() if name.endswith("_bias")]
+    buffers = persistent_buffers(model)
+    biases = [buffer.uniform_() for name, buffer in buffers.items() if name.endswith("_bias")]
+    weights = dict(model.named_parameters()) | buffers
     assert len(biases) == (flavor == "hf")
     translation = Translation(spec, config)
     files = documents(translation.config, torch.float32, None)
@@ -307,9 +313,16 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
         assert torch.equal(folder.read(name), weight), name
 
 
-def test_a_folder_whose_tensors_are_made_of_several_parameters_is_refused():
-    with pytest.raises(UserError, match="saves tensors that are made of several parameters"):
-        Translation(get_model("transformers"), small("lara_mini"))
+def test_a_folder_whose_names_depend_on_other_parameters_is_refused(monkeypatch):
+    """No class of transformers is known to have one."""
+
+    def two_at_a_time(model: Any, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = [*own]
+        return {"+".join(names[i : i + 2]): own[names[i]] for i in range(0, len(names), 2)}
+
+    monkeypatch.setattr(convert, "revert_weight_conversion", two_at_a_time)
+    with pytest.raises(UserError, match="saves tensors that are made of parameters of others"):
+        Translation(get_model("transformers"), small("mistral"))
 
 
 def test_a_tied_embedding_inside_another_module_is_gathered_before_the_blocks():

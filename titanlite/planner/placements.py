@@ -13,7 +13,7 @@ from torch import nn
 from titanlite.checkpoint.commit import layout_of
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import stage_table
-from titanlite.errors import format_table
+from titanlite.errors import few_of, format_table
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
@@ -64,7 +64,7 @@ def _groups(job: Job, per_node: int) -> list[str]:
             crossed = max(len({rank // per_node for rank in ranks}) for ranks in groups)
             crossing = "inside a node" if crossed == 1 else f"across {crossed} nodes"
             lines.append(
-                f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {_format_ranks(groups[0])}"
+                f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {few_of(groups[0])}"
             )
     return lines
 
@@ -72,11 +72,6 @@ def _groups(job: Job, per_node: int) -> list[str]:
 def _span(node: int, per_node: int, world: int) -> str:
     first, last = node * per_node, min(world, (node + 1) * per_node) - 1
     return f"rank {first}" if first == last else f"ranks {first}-{last}"
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    shown = [str(rank) for rank in ranks]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "…", shown[-1]])
 
 
 def _parameters(parts: Sequence[nn.Module], job: Job) -> str:

@@ -87,16 +87,17 @@ class FusedSlice:
 
 
 class Conversion(Protocol):
-    """A parameter that is several tensors of a folder."""
+    """Parameters that are other tensors in a folder."""
 
+    parameters: tuple[str, ...]
     names: tuple[str, ...]
 
-    def to_hf(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def to_hf(self, weights: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """Return one of the tensors."""
         ...
 
-    def from_hf(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return the parameter, of the tensors that `read` returns by name."""
+    def from_hf(self, parameter: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return a parameter, of the tensors that `read` returns by name."""
         ...
 
 

@@ -41,7 +41,7 @@ class HFTensor:
     def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tensor made of these parameters' weights."""
         if self.conversion:
-            return self.conversion.to_hf(weights[0], self.name).to(self.dtype).contiguous()
+            return self.conversion.to_hf(weights, self.name).to(self.dtype).contiguous()
         weights = weights if self.slice is None else [weight[self.slice] for weight in weights]
         return _transform(weights, self.transforms, self.dim).to(self.dtype).contiguous()
 
@@ -104,12 +104,13 @@ class Translation:
         """Return every tensor of the folder, in the model's order."""
         slices: dict[str, dict[int, str]] = {}
         tensors = []
-        for name, conversion in self.conversions.items():
-            weight = torch.empty(self.shapes[name], device="meta")
+        for conversion in dict.fromkeys(self.conversions.values()):
+            names = conversion.parameters
+            weights = [torch.empty(self.shapes[name], device="meta") for name in names]
             for hf_name in conversion.names:
-                shape = tuple(conversion.to_hf(weight, hf_name).shape)
-                kept = self.kept.get(name, dtype)
-                made = HFTensor(hf_name, (name,), shape, kept, conversion=conversion)
+                shape = tuple(conversion.to_hf(weights, hf_name).shape)
+                kept = self.kept.get(names[0], dtype)
+                made = HFTensor(hf_name, names, shape, kept, conversion=conversion)
                 tensors.append(made)
         for name, rule in self.table.items():
             if name in self.conversions:
@@ -140,7 +141,7 @@ class Translation:
         """
         rule, shape = self.table[name], self.shapes[name]
         if name in self.conversions:
-            weight = self.conversions[name].from_hf(lambda hf_name: read_hf(hf_name, ()))
+            weight = self.conversions[name].from_hf(name, lambda hf_name: read_hf(hf_name, ()))
             return weight if region is None else weight[region]
         region, hf_name = region or tuple(slice(0, size) for size in shape), rule.hf_name(name)
         if "#" not in hf_name:
