@@ -159,17 +159,19 @@ def check(kind: str, pool: Pool) -> dict[str, str]:
         error = reload(kind, overrides, two)
         seen["folder"] = f"{error:.0e}" if error < BOUND else f"differs: logits by {error:.0e}"
     except Exception as error:
-        seen["why"] = why(error)[:220]
+        seen["why"] = why(error)[:280]
     return seen
 
 
 def why(error: Exception) -> str:
     """Return the line of an error, or of a rank's traceback, that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if re.match(r"[\w.]+Error: |terminate called|what\(\): ", line)]
-    if isinstance(error, UserError) or not lines:
-        return f"{type(error).__name__}: {''.join(lines[:2])}"
-    return said[-1] if said else f"{type(error).__name__}: {lines[-1]}"
+    if isinstance(error, UserError):
+        return f"{type(error).__name__}: {' '.join(lines[:2])}"
+    said = [at for at, line in enumerate(lines) if re.match(r"[\w.]+Error: |terminate ", line)]
+    if not said:
+        return f"{type(error).__name__}: {' '.join(lines[:1])}"
+    return " ".join(lines[said[-1] :][:3])
 
 
 def table(results: dict[str, dict[str, str]]) -> str:

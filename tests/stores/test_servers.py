@@ -25,6 +25,8 @@ from tests.stores.server import (
 )
 from tests.stores.test_direct import run_at
 from tests.stores.test_mirror import TO, whole_steps
+from titanlite.checkpoint import transfer
+from titanlite.checkpoint.manifest import MANIFEST, committed
 from titanlite.launch.preflight import _check_mirror
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import BucketError, check, place
@@ -111,3 +113,12 @@ def test_bytes_that_are_damaged_on_the_way_are_refused_by_the_store(strict, url)
             with pytest.raises(BucketError, match="file.*damaged on the way"):
                 file.bucket.put(file.key, [os.urandom(size)], size)
         assert list_folder(place(url)) == {}
+
+
+def test_a_deleted_step_is_gone_from_a_store_that_lists_empty_folders(strict, url):
+    with using(strict):
+        step: Any = place(url) / "step-2"
+        for file in (step / "attempt" / "rank-0.safetensors", step / MANIFEST):
+            file.bucket.put(file.key, [b"content"], 7)
+        transfer.remove(step)
+        assert list_folder(step) == {} and committed(place(url)) == []

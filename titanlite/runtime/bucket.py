@@ -249,10 +249,14 @@ class BucketPath:
 
     def remove(self) -> None:
         """Delete an object, and what a folder of this name holds."""
+        keys = {self.key}
         with self.bucket.explained(), suppress(FileNotFoundError):
             for entries in self.bucket.call("list", self.key):
-                self.bucket.call("delete", [entry["path"] for entry in entries])
-        self.unlink()
+                found = [entry["path"] for entry in entries]
+                self.bucket.call("delete", found)
+                keys |= {key.rpartition("/")[0] for key in found}
+        for key in sorted(keys, key=len, reverse=True):  # some stores list empty folders
+            BucketPath(self.bucket, key).unlink()
 
 
 def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:
