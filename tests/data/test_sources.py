@@ -185,7 +185,9 @@ def test_a_missing_broken_or_too_large_tokenizer_is_named(tmp_path, assets):
     with pytest.raises(UserError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(
-        UserError, match="beyond the model's vocabulary of 10; --model.overrides.vocab_size [1-9]"
+        UserError,
+        match=f'model.hf_assets_path = "{assets}": the tokenizer has ids up to .* beyond the '
+        "model's vocabulary of 10; --model.overrides.vocab_size [1-9]",
     ):
         open_tokenizer(
             job([*TINY, f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=10"], 1)

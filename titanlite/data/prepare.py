@@ -47,7 +47,6 @@ UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 16 << 20, 4 << 30, 1024
 """Text of a shard: a share of all of it, within bounds, since each shard costs a look at a
 start.
 """
-Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 Load = Callable[[str], Tokenizer]
 """Makes a tokenizer of a folder."""
 
@@ -71,7 +70,7 @@ def prepare(
     assets: str,
     out: Path,
     workers: int,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda message: None,
     load: Load = load_tokenizer,
 ) -> dict[str, Any]:

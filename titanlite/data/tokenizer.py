@@ -200,14 +200,13 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
-        key, value = "model.hf_assets_path", job.config.model.hf_assets_path
-        if not value:
-            key = "training.dataset_path"
-            value = job.config.training.dataset_path or tokenizer.assets
+        given = job.config.model.hf_assets_path
         raise UserError(
-            f'{key} = "{value}": the tokenizer has ids up to '
-            f"{tokenizer.vocab_size - 1}, beyond the model's vocabulary of {job.shape.vocab_size}; "
-            f"--model.overrides.vocab_size {tokenizer.vocab_size}"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, beyond the model's "
+            f"vocabulary of {job.shape.vocab_size}; "
+            f"--model.overrides.vocab_size {tokenizer.vocab_size}",
+            "model.hf_assets_path" if given else "training.dataset_path",
+            given or job.config.training.dataset_path or tokenizer.assets,
         )
     return tokenizer
 

@@ -63,9 +63,7 @@ def _groups(job: Job, per_node: int) -> list[str]:
             )
             crossed = max(len({rank // per_node for rank in ranks}) for ranks in groups)
             crossing = "inside a node" if crossed == 1 else f"across {crossed} nodes"
-            lines.append(
-                f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {few_of(groups[0])}"
-            )
+            lines.append(f"{name} {degrees[dimension]}: {crossing}, e.g. ranks {few_of(groups[0])}")
     return lines
 
 

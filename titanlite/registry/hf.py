@@ -81,8 +81,8 @@ class FusedSlice:
     `via`.
     """
 
-    index: int
-    of: int
+    index: int = 0
+    of: int = 1
     dim: int = 0
 
 

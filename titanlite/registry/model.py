@@ -61,7 +61,7 @@ class Rule:
     """
     via: tuple[WeightTransform, ...] = ()
     """Transforms to its Hugging Face form, in order."""
-    part: FusedSlice | None = None
+    part: FusedSlice = FusedSlice()
     """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
     tied: str = ""
     """Second name of the same tensor, such as of an output layer that shares the embedding."""

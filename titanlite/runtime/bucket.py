@@ -1,9 +1,8 @@
 """Object stores, by obstore: `place` returns for a URL what a Path is for a folder, as far as
 checkpoints need one. Those of Hugging Face are in hub.py.
 
-A stored object is whole or not there; there is no rename, and a folder exists while something is in
-it. Every request is bounded in time. No fork may use a store: the child would hang, and its
-parent.
+A stored object is whole or not there, and nothing is renamed. Every request is bounded in time. No
+fork may use a store: the child would hang, and its parent.
 """
 
 from __future__ import annotations
@@ -248,15 +247,12 @@ class BucketPath:
             self.bucket.call("delete", self.key)
 
     def remove(self) -> None:
-        """Delete an object, and what a folder of this name holds."""
-        keys = {self.key}
-        with self.bucket.explained(), suppress(FileNotFoundError):
-            for entries in self.bucket.call("list", self.key):
-                found = [entry["path"] for entry in entries]
-                self.bucket.call("delete", found)
-                keys |= {key.rpartition("/")[0] for key in found}
-        for key in sorted(keys, key=len, reverse=True):  # some stores list empty folders
-            BucketPath(self.bucket, key).unlink()
+        """Delete an object, or a folder, which some stores list when it is empty."""
+        inside = [self / name for name in self.below()]
+        with suppress(FileNotFoundError):
+            self.bucket.call("delete", [path.key for path in inside])
+        for path in sorted({self, *(p.parent for p in inside)}, key=str, reverse=True):
+            path.unlink()
 
 
 def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:

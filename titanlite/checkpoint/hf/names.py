@@ -107,30 +107,29 @@ class Translation:
         for conversion in dict.fromkeys(self.conversions.values()):
             names = conversion.parameters
             weights = [torch.empty(self.shapes[name], device="meta") for name in names]
+            kept = self.kept.get(names[0], dtype)
             for hf_name in conversion.names:
                 shape = tuple(conversion.to_hf(weights, hf_name).shape)
-                kept = self.kept.get(names[0], dtype)
-                made = HFTensor(hf_name, names, shape, kept, conversion=conversion)
-                tensors.append(made)
+                tensors.append(HFTensor(hf_name, names, shape, kept, conversion=conversion))
         for name, rule in self.table.items():
             if name in self.conversions:
                 continue
-            slices.setdefault(rule.hf_name(name), {})[rule.part.index if rule.part else 0] = name
+            slices.setdefault(rule.hf_name(name), {})[rule.part.index] = name
         for hf_name, names in slices.items():
             rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
-            assert len(names) == (rule.part.of if rule.part else 1), (
-                f"the table lacks parts of {hf_name}"
-            )
-            dim = rule.part.dim if rule.part else 0
+            assert len(names) == rule.part.of, f"the table lacks parts of {hf_name}"
             whole = [torch.empty(self.shapes[n], device="meta") for n in parameters]
             numbers = range(len(whole[0])) if "#" in hf_name else [None]
             example = _transform(
-                whole if numbers == [None] else [weight[0] for weight in whole], rule.via, dim
+                whole if numbers == [None] else [weight[0] for weight in whole],
+                rule.via,
+                rule.part.dim,
             )
+            shape = tuple(example.shape)
+            kept = self.kept.get(hf_name, dtype)
             for i in numbers:
-                name, shape = hf_name.replace("#", str(i)), tuple(example.shape)
-                kept = self.kept.get(name, dtype)
-                tensors.append(HFTensor(name, parameters, shape, kept, rule.via, dim, i))
+                name = hf_name.replace("#", str(i))
+                tensors.append(HFTensor(name, parameters, shape, kept, rule.via, rule.part.dim, i))
         return tensors
 
     def read(
@@ -167,7 +166,8 @@ def _read(
         part = tuple(slice(one.start - other.start, one.stop - other.start) for one, other in pairs)
         inverses.append((inverse, part))
         shape = tuple(transform.to_hf(torch.empty(shape, device="meta")).shape)
-    if fused := rule.part:
+    fused = rule.part
+    if fused.of > 1:
         offset, one = fused.index * shape[fused.dim], region[fused.dim]
         shifted = slice(offset + one.start, offset + one.stop)
         region = (*region[: fused.dim], shifted, *region[fused.dim + 1 :])

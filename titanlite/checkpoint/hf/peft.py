@@ -29,7 +29,7 @@ def export_adapters(
         a, b = adapter_of(matrix)
         if a not in translation.shapes:
             continue
-        if rule.part or any(isinstance(transform, Transposed) for transform in rule.via):
+        if rule.part.of > 1 or any(isinstance(transform, Transposed) for transform in rule.via):
             refused.append(matrix)
             continue
         module = rule.hf_name(matrix).removesuffix(".weight")
