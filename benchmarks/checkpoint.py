@@ -6,8 +6,8 @@
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
-manifest and commit. With --root the bare one is obstore's own put of as many bytes in the same
-parts. Ratios are taken within a round, since a shared machine drifts, and their medians are
+manifest and commit. With --root the bare one is obstore's own put of the same bytes in the same
+parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared machine drifts, and their medians are
 printed. Blocked is how long training waits. With --beside, steps of a small model while a thread
 uploads a file of 512 MiB, as a mirror does or by obstore alone, against steps without, in turn."""
 
@@ -36,6 +36,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from benchmarks.usual import timed_step  # noqa: E402
 from tests.jobs import TINY, trainer  # noqa: E402
+from titanlite.checkpoint import load  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
 from titanlite.checkpoint.saver import PendingSave, Saver  # noqa: E402
 from titanlite.runtime import store  # noqa: E402
@@ -46,6 +47,7 @@ from titanlite.verify.pool import Pool  # noqa: E402
 COPY, BARE = "a copy of the state in memory", "bare: DCP, fsynced, or obstore"
 ASYNC_BLOCKED, ASYNC_WRITE = "async save: blocked", "async save: write, in the background"
 SYNC_BLOCKED = "sync save: blocked"
+LOAD, GET = "load, verified", "bare: obstore's get"
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
             statistics.median(
                 one / base for one, base in zip(taken, seconds[baseline], strict=True)
             )
-            for baseline in (COPY, BARE)
+            for baseline in (COPY, GET if what in (LOAD, GET) else BARE)
         )
         spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
         print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare   {spread}")
@@ -139,6 +141,9 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
         taken[BARE] = _timed(
             lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
         )
+        if root:
+            taken[LOAD] = _timed(lambda: _load(run, 2 * number + 3))
+            taken[GET] = _timed(lambda: _bare_get(run))
         dist.barrier()
         if dist.get_rank() == 0 and not root:
             shutil.rmtree(Path(folder) / "bare")
@@ -174,12 +179,29 @@ def _bare(run: Trainer, folder: Path) -> None:
 
 
 def _bare_put(run: Trainer, tensors: list[torch.Tensor]) -> None:
-    """Put as many bytes by obstore alone, one object a rank."""
-    size, settings = sum(tensor.nbytes for tensor in tensors), run.saver.settings
-    content, part = memoryview(bytearray(size)), settings.part_mib << 20
+    """Put the same bytes by obstore alone, one object a rank."""
+    settings = run.saver.settings
+    part = settings.part_mib << 20
     path: Any = place(run.job.config.checkpoint.folder) / f"bare-{dist.get_rank()}"
-    parts = (content[start : start + part] for start in range(0, size, part))
+    parts = (
+        memoryview(block.numpy())
+        for tensor in tensors
+        for block in tensor.detach().reshape(-1).view(torch.uint8).split(part)
+    )
     _put(parts, path, part, settings.upload_parallel)
+
+
+def _load(run: Trainer, step: int) -> None:
+    group = dist.group.WORLD
+    assert group
+    resume = load.at_step(run.checkpoints.root, step, full=True, group=group)
+    load.restore(resume, run.state, group)
+
+
+def _bare_get(run: Trainer) -> None:
+    """Get what the bare put stored, by obstore alone."""
+    path: Any = place(run.job.config.checkpoint.folder) / f"bare-{dist.get_rank()}"
+    path.bucket.call("get", path.key).bytes()
 
 
 def _put(content: Any, target: Any, part: int = 64 << 20, parallel: int = 4) -> None:
