@@ -7,9 +7,10 @@
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
 manifest and commit. With --root the bare one is obstore's own put of the same bytes in the same
-parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared machine drifts, and their medians are
-printed. Blocked is how long training waits. With --beside, steps of a small model while a thread
-uploads a file of 512 MiB, as a mirror does or by obstore alone, against steps without, in turn."""
+parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared
+machine drifts, and their medians are printed. Blocked is how long training waits. With --beside,
+steps of a small model while a thread uploads a file of 512 MiB, as a mirror does or by obstore
+alone, against steps without, in turn."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
             lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
         )
         if root:
-            taken[LOAD] = _timed(lambda: _load(run, 2 * number + 3))
+            taken[LOAD] = _timed(partial(_load, run, 2 * number + 3))
             taken[GET] = _timed(lambda: _bare_get(run))
         dist.barrier()
         if dist.get_rank() == 0 and not root:
