@@ -29,8 +29,8 @@ from titanlite.config.schema import Dataloader  # noqa: E402
 from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
-from titanlite.data.sources import open_shards  # noqa: E402
 from titanlite.data.shuffle import Order, RankSlice  # noqa: E402
+from titanlite.data.sources import open_shards  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
