@@ -26,6 +26,11 @@ from titanlite.planner.record import Operation, Recording
 from titanlite.planner.rehearse import rehearse
 
 
+COSTS = slice(2, 5)
+"""Columns of `_values` that are equal in all blocks: FLOPs, bytes that are moved and
+communicated."""
+
+
 def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
     """Return a step of a job, on its fullest rank."""
     return fullest(plan_ranks(job, as_on_cuda, imbalance))
@@ -151,17 +156,21 @@ def _stretch(
     short: list[Operation], long: list[Operation], steps: int, edge: int
 ) -> list[Operation] | None:
     """Extrapolate a section: its operations pair off from the start and from the end, and those
-    between repeat.
+    between repeat, at the same cost.
     """
     extra = len(long) - len(short)
-    start = _interior(short, long, edge)
-    end = start + extra
-    repeated = [*short[:end], *short[start:]]
-    if extra < 0 or end > len(short) or [*map(_key, repeated)] != [*map(_key, long)]:
-        return None
+    keys, expected = [*map(_key, short)], [*map(_key, long)]
     a, b = _values(short), _values(long)
-    costs = slice(2, 5)  # of blocks: FLOPs, bytes that are moved and communicated
-    if extra and _number(short[0]) >= 0 and (b[:, costs] != _values(repeated)[:, costs]).any():
+    if not 0 <= extra <= len(short):
+        return None
+    for start in _starts(a, b, edge):
+        end = start + extra
+        if [*keys[:end], *keys[start:]] != expected:
+            continue
+        rows = slice(None) if extra and _number(short[0]) >= 0 else slice(start, end + extra)
+        if (b[rows, COSTS] == np.concatenate([a[:end], a[start:]])[rows, COSTS]).all():
+            break
+    else:
         return None
     one, first, second = a[start:end], b[start:end], b[end : end + extra]
     values = [
@@ -173,18 +182,20 @@ def _stretch(
     return [*map(_operation, like, np.concatenate(values).tolist())]
 
 
-def _interior(short: list[Operation], long: list[Operation], edge: int) -> int:
-    """Return where a section of a short recording begins to repeat: `edge` blocks inside, else in
-    the middle.
+def _starts(short: np.ndarray, long: np.ndarray, edge: int) -> list[int]:
+    """Return where the rows of a short section may begin to repeat: `edge` blocks inside; without
+    blocks in the middle, or else before the first one of another cost.
     """
-    numbers = [*map(_number, short)]
+    numbers = short[:, 0].tolist()
     blocks = [*dict.fromkeys(numbers)]
     if len(blocks) == 1:
-        return (2 * len(short) - len(long)) // 2
+        most = 2 * len(short) - len(long)
+        differ = [*(short != long[: len(short)])[:, COSTS].any(axis=1), True]
+        return [most // 2, max(0, most - len(short) + differ.index(True))]
     if blocks[0] < blocks[-1]:
-        return numbers.index(blocks[edge])
+        return [numbers.index(blocks[edge])]
     # A group of fewer blocks than the others is the last: the backward pass begins with it.
-    return numbers.index(blocks[2 * len(blocks) - len({*map(_number, long)}) - edge])
+    return [numbers.index(blocks[2 * len(blocks) - len({*long[:, 0]}) - edge])]
 
 
 def _section(operation: Operation) -> Any:

@@ -1,0 +1,78 @@
+"""Plans of configs that nobody chose: drawn by number from the columns of `titanlite verify`'s
+table and from further keys.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.lanes import sample
+from titanlite.config.job import Job
+from titanlite.config.load import ConfigError
+from titanlite.planner.depth import _shallow_jobs, plan_ranks
+from titanlite.planner.rehearse import record_step
+from titanlite.verify.model_under_test import ModelUnderTest, build_job, read_model
+from titanlite.verify.plan_check import MODELS, NAMED, PlanRow
+from titanlite.verify.table import Row, choices, is_valid
+
+MORE = [
+    "--optimizer.name=SGD",
+    "--optimizer.name=Muon",
+    "--optimizer.state_dtype=bfloat16",
+    "--optimizer.implementation=foreach",
+    "--fault.on_nonfinite=skip",
+    "--training.loss_chunks=4",
+    "--training.local_batch_size=1",
+    "--training.enable_cpu_offload",
+    "--parallelism.defer_gradient_sync=true",
+    "--parallelism.fsdp_blocks_per_group=2",
+    "--parallelism.fsdp_blocks_per_group=3",
+    "--parallelism.fsdp_keep_whole=['*norm*']",
+    "--parallelism.fsdp_forward_prefetch=3",
+    "--parallelism.fsdp_backward_prefetch=2",
+]
+
+
+@cache
+def model_of(name: str, layers: int) -> ModelUnderTest:
+    named, *_ = NAMED.get(name, [f"--model.name={name}"])
+    overrides = [f"--model.overrides.{field}" for field in MODELS[name].split()]
+    return read_model([*named.split(), *overrides, f"--model.overrides.n_layers={layers}"], {})
+
+
+def drawn(
+    number: int, layers: range, folder: Path, is_wanted: Callable[[Job], bool]
+) -> tuple[PlanRow, Job]:
+    """Draw a row for at most 4 ranks that the config's rules allow."""
+    chance = random.Random(number)
+    while True:
+        name = chance.choice([*MODELS])
+        model = model_of(name, chance.choice(layers))
+        layout = chance.choice([*model.layouts])
+        of = choices([layout], [*model.variants], ["off"], **model.layouts[layout])
+        choice = {column: chance.choice(values) for column, values in of.items()}
+        choice["compile"] = chance.choice(["off"] * 9 + [choice["compile"]])
+        row = Row(**choice)
+        more = (*chance.sample(MORE, chance.randrange(4)), *model.overrides[-1:])
+        if row.mesh.world > 4 or not is_valid(choice):
+            continue
+        try:
+            job = build_job([*model.command_line(row, folder), *more], row.mesh.world)
+        except ConfigError:
+            continue
+        if is_wanted(job):
+            return PlanRow(row, Counter(), more, name), job
+
+
+def is_extrapolated(job: Job) -> bool:
+    return job.layout.pp == 1 and _shallow_jobs(job, 0)[1] > 0
+
+
+@pytest.mark.parametrize("number", sample(range(200), 0, 1, every=8))
+def test_two_shallow_rehearsals_equal_a_whole_one(number, tmp_path):
+    plan, deep = drawn(number, range(6, 11), tmp_path, is_extrapolated)
+    assert plan_ranks(deep) == [record_step(deep)], plan
