@@ -180,7 +180,7 @@ def _bare(run: Trainer, folder: Path) -> None:
     dcp.save(dict(run.state.tensors()), storage_writer=writer)
 
 
-def _bare_put(run: Trainer, tensors: list[torch.Tensor]) -> None:
+def _bare_put(run: Trainer, tensors: list[Any]) -> None:
     """Put the same bytes by obstore alone, one object a rank."""
     settings = run.saver.settings
     part = settings.part_mib << 20

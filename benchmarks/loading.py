@@ -98,8 +98,9 @@ def _compare_with_a_store(arguments: argparse.Namespace) -> None:
                 data = Windows([Concatenated(source, seq, False, "bench")], seq, 0, repeat=True)
                 seconds = _time_loader(data, 0, prefetch=False)
                 loaded[way].append(seconds)
-            while not all(shard.path.exists() for shard in source._shards):
-                time.sleep(1)  # the last way: they are fetched
+            cache = open_shards("bench", arguments.root, 1 << 16, -1, cached)
+            while not all(shard.path.exists() for shard in cache._shards):
+                time.sleep(1)  # they are fetched
     for way, (_, *each) in loaded.items():
         per_window = 1e3 * np.median(each) / MEASURED / BATCH
         slower = ratio(each, loaded["in a folder"][1:])

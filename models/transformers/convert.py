@@ -23,14 +23,11 @@ class Reverted(Conversion):
     """Parameters that the library renames, cuts, joins or turns when it saves."""
 
     model: Any
+    parameters: tuple[str, ...]
     shapes: dict[str, torch.Size]
     names: tuple[str, ...]
     last: tuple[Tensor, dict[str, Tensor]] | None = None
     """The last weight, whose tensors are taken one by one."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(self.shapes)
 
     def to_hf(self, weights: Sequence[Tensor], name: str) -> Tensor:
         if self.last is None or self.last[0] is not weights[0]:
@@ -82,5 +79,5 @@ def conversions(values: str) -> dict[str, Conversion]:
             f"{type(model).__name__} saves tensors that are made of parameters of others:"
             f"{some_of(unknown)}\nPlain files: titanlite checkpoint export --format safetensors"
         )
-    found = [Reverted(model, shapes, names) for names, shapes in groups.items()]
+    found = [Reverted(model, (*shapes,), shapes, names) for names, shapes in groups.items()]
     return {name: each for each in found for name in each.parameters}

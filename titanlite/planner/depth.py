@@ -25,7 +25,6 @@ from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, 
 from titanlite.planner.record import Operation, Recording
 from titanlite.planner.rehearse import rehearse
 
-
 COSTS = slice(2, 5)
 """Columns of `_values` that are equal in all blocks: FLOPs, bytes that are moved and
 communicated."""
