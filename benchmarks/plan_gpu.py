@@ -30,7 +30,7 @@ from benchmarks.train import measure  # noqa: E402
 from titanlite.config.job import job_from  # noqa: E402
 from titanlite.config.load import parse_command_line  # noqa: E402
 from titanlite.models.llama3 import FLAVORS  # noqa: E402
-from titanlite.planner.depth import plan_step  # noqa: E402
+from titanlite.planner.depth import fullest, plan_ranks  # noqa: E402
 from titanlite.planner.hardware import GIB  # noqa: E402
 
 
@@ -85,7 +85,7 @@ def compare(model: Model, options: list[str], steps: int, folder: Path) -> dict[
         training=True,
         device="cuda",
     )
-    plan = plan_step(job)
+    plan = fullest(plan_ranks(job))
     planned = plan.peak / GIB
     return {
         "measured_gib": measured["peak_gib"],

@@ -11,9 +11,9 @@ failpoint of a save, otherwise at a random moment; all rounds use one folder, wh
 the time. Then everything is compared bit for bit with a run that was never killed; a save of 60 s
 meets a training timeout of 20 s; 50 saves on four ranks must not grow the memory; and state saved
 on each of eight layouts loads on all of them. With --root only the rounds are run; the place must
-be empty, and the store is that of the environment, or moto's server on loopback where it names no
-AWS_ENDPOINT_URL. With --mirror the bucket has a copy: the kills come at random moments, and every
-other round begins without the folder. The last line is the result, and the exit code is 1
+be empty, and the store is that of the environment; for s3:// moto's server on loopback where it
+names no AWS_ENDPOINT_URL. With --mirror the bucket has a copy: the kills come at random moments,
+and every other round begins without the folder. The last line is the result, and the exit code is 1
 if anything failed."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--root", default="", help="URL of an empty place for the checkpoints")
     parser.add_argument("--mirror", action="store_true", help="--root is checkpoint.mirror")
     arguments = parser.parse_args()
-    own_server = arguments.root and "AWS_ENDPOINT_URL" not in os.environ
+    own_server = arguments.root.startswith("s3:") and "AWS_ENDPOINT_URL" not in os.environ
     with ExitStack() as stack:
         port = stack.enter_context(moto()) if own_server else 0
         if port:

@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 219_793}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_065}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -80,9 +80,12 @@ the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Huggin
 hub, of which 200 for export and diff of URLs, and 60 to verify before a model is made; 450 for
 the bounds of an upload (parts in flight, of which size, and the stall of one, as three keys) and
 90 for servers that do not answer by range; 885 for text and Hugging Face folders by URL, of which
-390 for the copy of text that `data prepare` makes and removes.
+390 for the copy of text that `data prepare` makes and removes; 85 for an upload to gs or az whose
+last answer is lost.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
-process needs without a model; 98 to find what repeats outside of blocks by its cost.
+process needs without a model; 98 to find what repeats outside of blocks by its cost; 187 for a
+buffer of gloo's own in a real step, for rows without a number of gathers, for a start that plans
+only where cores are left, and for a search whose rules and rehearsals do less.
 an embedding whose ranks make the gradients of their own rows: 159.
 optimizer state on a disk: 1,572 of 1,300 (NVMe): 1,218 for the file and its stream, 140 for the
 plan, the rest for refusals and the start; 102 (100) to let go of what a checkpoint has touched.

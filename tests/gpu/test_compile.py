@@ -9,9 +9,9 @@ import pytest
 from tests.gpu.conftest import only_with_compile
 from tests.gpu.fake_gpu import OPTIONS
 from tests.gpu.test_memory import BLAS, MIB, SIZE, peaks
+from tests.planner.steps import plan_step
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.planner.depth import plan_step
 
 STEPS = (
     "--compile.enable --training.steps=3 --training.seq_len=256 --training.local_batch_size=2 "

@@ -6,10 +6,10 @@ import pytest
 
 from tests.gpu.fake_gpu import OPTIONS, Trace
 from tests.lanes import sample
+from tests.planner.steps import plan_step
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.errors import FAILED
-from titanlite.planner.depth import plan_step
 from titanlite.planner.hardware import load_hardware
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ import pytest
 
 from tests.jobs import QUIET, job
 from tests.lanes import sample
+from tests.planner.steps import plan_step
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
-from titanlite.planner.depth import plan_step
 from titanlite.planner.record import KINDS
 from titanlite.planner.rehearse import record_step
 

@@ -4,8 +4,9 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.lanes import sample
-from titanlite.planner.depth import plan_step
-from titanlite.planner.rehearse import record_step
+from tests.planner.steps import plan_step
+from titanlite.planner import depth
+from titanlite.planner.rehearse import record_step, rehearse
 
 AC = "--activation_checkpoint."
 TECHNIQUES = [
@@ -36,6 +37,28 @@ def test_two_shallow_rehearsals_give_any_depth(flags, world):
     layers = 13 if "--parallelism.fsdp_blocks_per_group=2" in flags else 7
     deep = job([*TINY, f"--model.overrides.n_layers={layers}", *flags], world)
     assert plan_step(deep) == record_step(deep)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (["--parallelism.fsdp_forward_prefetch=0", "--parallelism.fsdp_backward_prefetch=2"], 9),
+        ([AC + "mode=selective", AC + "selective_ac_option=2"], 15),
+    ],
+)
+def test_no_deep_model_is_rehearsed_whose_prefetches_and_periods_are_known(
+    flags, layers, monkeypatch
+):
+    """One that did not pair off would be rehearsed whole: as exact, but not as fast."""
+    rehearsed = []
+
+    def rehearse_and_note(one, *arguments, **options):
+        rehearsed.append(one.shape.layers)
+        return rehearse(one, *arguments, **options)
+
+    monkeypatch.setattr(depth, "rehearse", rehearse_and_note)
+    plan_step(job([*TINY, f"--model.overrides.n_layers={layers}", *flags], 2))
+    assert len(rehearsed) == 2 and max(rehearsed) < layers
 
 
 def test_micro_batches_between_the_second_and_the_last_are_like_the_second():

@@ -7,9 +7,9 @@ import pytest
 
 from tests.jobs import MOE, OUTSIDE, TINY, job
 from tests.lanes import sample
+from tests.planner.steps import plan_step
 from titanlite.errors import UserError
 from titanlite.models.common.feed_forward import SwiGLU
-from titanlite.planner.depth import plan_step
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.verify.plan_check import ROWS, check, missing_gathers, row
@@ -44,8 +44,10 @@ def test_a_rehearsal_equals_eight_real_processes_to_the_byte(tmp_path):
 
 def test_a_gather_too_many_is_named_with_its_dimension():
     one = Collective("all-gather", "tp", 2, "float32", 64)
-    assert missing_gathers(ROWS[6], Counter({one: 18})) == []
-    assert missing_gathers(ROWS[6], Counter({one: 22})) == ["22 all-gathers on tp, expected 18"]
+    assert missing_gathers(ROWS[6].gathers, Counter({one: 18})) == []
+    assert missing_gathers(ROWS[6].gathers, Counter({one: 22})) == [
+        "22 all-gathers on tp, expected 18"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ table and from further keys.
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from titanlite.config.load import ConfigError
 from titanlite.planner.depth import _shallow_jobs, plan_ranks
 from titanlite.planner.rehearse import record_step
 from titanlite.verify.model_under_test import ModelUnderTest, build_job, read_model
-from titanlite.verify.plan_check import MODELS, NAMED, PlanRow
+from titanlite.verify.plan_check import MODELS, NAMED, PlanRow, check
 from titanlite.verify.table import Row, choices, is_valid
 
 MORE = [
@@ -65,14 +64,20 @@ def drawn(
         except ConfigError:
             continue
         if is_wanted(job):
-            return PlanRow(row, Counter(), more, name), job
+            return PlanRow(row, None, more, name), job
 
 
 def is_extrapolated(job: Job) -> bool:
     return job.layout.pp == 1 and _shallow_jobs(job, 0)[1] > 0
 
 
-@pytest.mark.parametrize("number", sample(range(200), 0, 1, every=8))
+@pytest.mark.parametrize("number", sample(range(200), 1, long=[2, 26]))
 def test_two_shallow_rehearsals_equal_a_whole_one(number, tmp_path):
     plan, deep = drawn(number, range(6, 11), tmp_path, is_extrapolated)
     assert plan_ranks(deep) == [record_step(deep)], plan
+
+
+@pytest.mark.parametrize("number", sample(range(200), 13, long=[2, 5, 7, 11]))
+def test_a_plan_equals_real_processes_to_the_byte(number, pool, tmp_path):
+    plan, _ = drawn(number, range(2, 5), tmp_path, bool)
+    assert check(plan, tmp_path, pool) == [], plan

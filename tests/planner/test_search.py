@@ -11,12 +11,13 @@ import pytest
 from pytest import approx
 
 from tests.jobs import TINY, job
+from tests.planner.steps import plan_step
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
 from titanlite.planner.bounds import Facts
-from titanlite.planner.depth import plan_ranks, plan_step
+from titanlite.planner.depth import plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, load_hardware
 from titanlite.planner.rehearse import static_bytes
 from titanlite.planner.search import Found, changed, changes, measured, search

@@ -76,7 +76,7 @@ def moto() -> Iterator[int]:
     """Run the server with an empty bucket; yield its port."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, port):
+    with running(command, port):
         urlopen(Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")).close()
         yield port
 
@@ -87,7 +87,7 @@ def rclone(folder: Path) -> Iterator[int]:
     (folder / BUCKET).mkdir()
     port = free_port()
     command = [_binary("rclone"), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
-    with _running(command, port):
+    with running(command, port):
         yield port
 
 
@@ -115,7 +115,7 @@ def seaweedfs(folder: Path) -> Iterator[int]:
         f"-dir={folder}",
         "-s3",
     ]
-    with _running([_binary("weed"), "server", *options], port), using(port):
+    with running([_binary("weed"), "server", *options], port), using(port):
         probe: Any = place(f"s3://{BUCKET}/probe")
         for _ in range(300):  # it listens before it stores
             with suppress(UserError):
@@ -134,7 +134,7 @@ def _binary(name: str) -> str:
 
 
 @contextmanager
-def _running(command: list[str], port: int) -> Iterator[None]:
+def running(command: list[str], port: int) -> Iterator[None]:
     """Run a server, from when it listens."""
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -151,8 +151,15 @@ def _running(command: list[str], port: int) -> Iterator[None]:
 @contextmanager
 def using(port: int, **more: str) -> Iterator[None]:
     """Let s3:// in this process be the server on this port."""
+    with in_environment(credentials(port) | more):
+        yield
+
+
+@contextmanager
+def in_environment(environment: dict[str, str]) -> Iterator[None]:
+    """Let the stores of this process be those of an environment."""
     bucket._open.cache_clear()
-    with mock.patch.dict(os.environ, credentials(port) | more):
+    with mock.patch.dict(os.environ, environment):
         yield
     bucket._open.cache_clear()
 
@@ -235,7 +242,7 @@ class FaultProxy:
             length = b"Content-Length: %d" % len(text)
             return b"HTTP/1.1 %d X\r\n%s\r\n\r\n%s" % (fault["status"], length, text)
         if fault.get("overwrite"):
-            head = re.sub(rb"(?i)\r\nif-(none-)?match:[^\r]*", b"", head)
+            head = re.sub(rb"(?i)\r\n(x-goog-)?if-[a-z-]*match:[^\r]*", b"", head)
         upstream, sending = await asyncio.open_connection("127.0.0.1", self.upstream)
         sending.write(head[:-2] + b"Connection: close\r\n\r\n" + body)
         answer, _, content = (await upstream.read(-1)).partition(b"\r\n\r\n")

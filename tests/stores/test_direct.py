@@ -34,10 +34,10 @@ QUIET = logging.getLogger("quiet")
 
 
 def run_at(
-    port: int, argv: list[str], folder: str, cache: str, stop: int | None = None
+    environment: dict[str, str], argv: list[str], folder: str, cache: str, stop: int | None = None
 ) -> dict[str, Any]:
-    """Train on a rank, with s3:// at a server's port."""
-    os.environ |= {**credentials(port), "XDG_CACHE_HOME": cache}
+    """Train on a rank, with the stores of an environment."""
+    os.environ |= {**environment, "XDG_CACHE_HOME": cache}
     bucket._PATIENCE_SECONDS = 1
     bucket._open.cache_clear()
     return run_until(argv, folder, stop)
@@ -60,7 +60,8 @@ def train(pool, proxy, url, tmp_path):
     ) -> tuple[list[Any], int, str]:
         argv = [*SAVING, f"--checkpoint.folder={url}", TO(steps), *more]
         folders = str(tmp_path / "run"), str(tmp_path / "cache")
-        ranks = pool.run(run_at, proxy.port, argv, *folders, stop, world=world)
+        here = credentials(proxy.port)
+        ranks = pool.run(run_at, here, argv, *folders, stop, world=world)
         return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
 
     return train
@@ -110,9 +111,10 @@ def test_a_checkpoint_of_another_mesh_is_read_once_over_all_ranks(pool, proxy, u
     folders = str(tmp_path / "run"), str(tmp_path / "cache")
     argv = [*SAVING, "--model.overrides.n_kv_heads=2", f"--checkpoint.folder={url}", TO(2)]
     saved = [*argv, "--parallelism.tensor_parallel_degree=2"]
-    before = pool.run(run_at, proxy.port, saved, *folders, world=4)[0]["state"]
+    here = credentials(proxy.port)
+    before = pool.run(run_at, here, saved, *folders, world=4)[0]["state"]
     proxy.read.clear()
-    ranks = pool.run(run_at, proxy.port, [*argv, TO(3)], *folders, 2, world=4)
+    ranks = pool.run(run_at, here, [*argv, TO(3)], *folders, 2, world=4)
     assert ranks[0]["state"] == before
     manifest = read_manifest(place(f"{url}/step-2"))
     tensors = sum(size for path, size in proxy.read.items() if ".safetensors" in path)

@@ -18,6 +18,7 @@ from tests.stores.server import (
     BUCKET,
     READER,
     FaultProxy,
+    credentials,
     needs_extra,
     rclone,
     seaweedfs,
@@ -82,9 +83,9 @@ def test_a_run_that_lost_its_disk_goes_on_from_a_store_that_asks_who_it_is(
 ):
     argv = [*SAVING, f"--checkpoint.folder={url}"]
     folders = str(tmp_path / "run"), str(tmp_path / "cache")
-    before = pool.run(run_at, strict, [*argv, TO(2)], *folders, world=2)
+    before = pool.run(run_at, credentials(strict), [*argv, TO(2)], *folders, world=2)
     shutil.rmtree(tmp_path / "run")
-    ranks = pool.run(run_at, strict, [*argv, TO(3)], *folders, 2, world=2)
+    ranks = pool.run(run_at, credentials(strict), [*argv, TO(3)], *folders, 2, world=2)
     assert ranks[0]["begun"] == 2
     assert [rank["state"] for rank in ranks] == [rank["state"] for rank in before]
     with using(strict):

@@ -108,7 +108,7 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
     root = Path(path)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
-            raise UserError(f"{path} is not one of {', '.join(SUFFIXES)}", origin, value)
+            raise UserError(f"the file is not one of {', '.join(SUFFIXES)}", origin, value)
         if not root.stat().st_size:
             raise UserError("the file is empty (0 bytes)", origin, value)
         documents = _sorted_documents(root.parent, [root])

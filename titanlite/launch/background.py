@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from titanlite.runtime.parent import exit_with_parent
@@ -59,6 +60,9 @@ def _run_child(compute: Callable[[], Sequence[str]], pipe: int, launcher: int) -
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.nice(19)
+        os.setsid()
+        with suppress(OSError):  # Linux may share the processor by sessions first
+            Path("/proc/self/autogroup").write_text("19")
         # The signal of the next limit would write one.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))

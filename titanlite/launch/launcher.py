@@ -193,7 +193,8 @@ def _plan(
     """Plan a step of the job in the background; yield what returns the lines about it when they are
     known.
     """
-    if not job.config.job.plan or nodes.rank > 0:
+    asked = job.config.job.plan
+    if nodes.rank > 0 or not (device == "cuda" if asked is None else asked):
         return nullcontext(list)
     from titanlite.launch.background import BackgroundLines
 

@@ -30,11 +30,6 @@ COSTS = slice(2, 5)
 communicated."""
 
 
-def plan_step(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> Recording:
-    """Return a step of a job, on its fullest rank."""
-    return fullest(plan_ranks(job, as_on_cuda, imbalance))
-
-
 def fullest(ranks: Sequence[Recording]) -> Recording:
     return max(ranks, key=lambda recording: recording.peak)
 

@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import OK, print_notice
+from titanlite.runtime.store_credentials import options_of
 from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
 
 _PATIENCE_SECONDS: float = 60
@@ -57,7 +58,7 @@ class Bucket:
             from obstore.store import from_url
         except ImportError:
             raise BucketError(f'{url}: pip install "titanlite[remote]" for object stores') from None
-        options = _OPTIONS[url.partition(":")[0]](url)
+        options = options_of(url)
         second = timedelta(seconds=1)
         backoff = {"init_backoff": 0.2 * second, "max_backoff": 2 * second, "base": 2}
 
@@ -109,12 +110,22 @@ class Bucket:
         async def put() -> None:
             await asyncio.wait_for(self.call("put_async", key, content, **options), limit)
 
+        before = self._version(key) if size > part else None
         with self.explained(key):
             try:
                 asyncio.run(put())
             except (TimeoutError, asyncio.TimeoutError):
                 why = f"{size:,} bytes took more than {limit:.0f} s"
                 raise Unreachable(f"{self.url}/{key}: {why}") from None
+            except Exception:
+                # The answer to the last request of an upload may get lost. az and gs refuse it
+                # when it is sent again, though the object is there.
+                if size <= part or self._version(key) == before:
+                    raise
+
+    def _version(self, key: str) -> Any:
+        with suppress(FileNotFoundError):
+            return _tag(self.call("head", key))
 
     def put_if(self, key: str, content: bytes, tag: Any = "create") -> Any:
         """Store a small object if there is none, or if the one there has a tag; return its new tag,
@@ -276,67 +287,6 @@ def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
 
 def is_remote(path: object) -> bool:
     return isinstance(path, BucketPath)
-
-
-def _s3_options(url: str) -> dict[str, Any]:
-    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
-    options: dict[str, Any] = {"unsigned_payload": not plain}  # TLS protects it, at no cost
-    if "AWS_CHECKSUM_ALGORITHM" not in os.environ:  # the store checks what arrives
-        options["checksum_algorithm"] = "CRC64NVME"
-    secret = _has("AWS_SECRET_ACCESS_KEY")
-    if _has("AWS_ACCESS_KEY_ID") != secret:
-        raise BucketError(f"{url}: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together")
-    # Only where the environment names it is a role's address asked: it may be silent for minutes.
-    names = "WEB_IDENTITY_TOKEN_FILE CONTAINER_CREDENTIALS_RELATIVE_URI".split()
-    is_role = _has(*[f"AWS_{name}" for name in names], "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-    if not secret and not is_role and os.environ.get("AWS_EC2_METADATA_DISABLED") != "false":
-        options["credential_provider"] = _profile(url)
-    elif not _has("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        raise BucketError(f"{url}: AWS_REGION is not set")
-    return options
-
-
-def _profile(url: str) -> Any:
-    """Return the credentials of boto3's files and profiles."""
-    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        return Boto3CredentialProvider()
-    except Exception as error:  # boto3 is missing, or has none
-        raise BucketError(
-            f"{url}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            f"or AWS_PROFILE with boto3 ({error}); "
-            "AWS_EC2_METADATA_DISABLED=false asks for the machine's role"
-        ) from None
-
-
-def _gs_options(url: str) -> dict[str, Any]:
-    files = Path.home() / ".config/gcloud/application_default_credentials.json"
-    names = "APPLICATION_CREDENTIALS SERVICE_ACCOUNT SERVICE_ACCOUNT_KEY BEARER_TOKEN".split()
-    if not (_has(*[f"GOOGLE_{name}" for name in names], "GCE_METADATA_HOST") or files.exists()):
-        raise BucketError(
-            f"{url}: no credentials: set GOOGLE_APPLICATION_CREDENTIALS; "
-            "GCE_METADATA_HOST asks for the machine's account"
-        )
-    return {}
-
-
-def _az_options(url: str) -> dict[str, Any]:
-    names = "STORAGE_ACCOUNT_KEY STORAGE_SAS_KEY STORAGE_TOKEN CLIENT_ID".split()
-    keys = _has(*[f"AZURE_{name}" for name in names], "IDENTITY_ENDPOINT")
-    if not (keys and _has("AZURE_STORAGE_ACCOUNT_NAME")):
-        raise BucketError(
-            f"{url}: set AZURE_STORAGE_ACCOUNT_NAME, and _ACCOUNT_KEY or another credential"
-        )
-    return {}
-
-
-_OPTIONS = {"s3": _s3_options, "gs": _gs_options, "az": _az_options}
-
-
-def _has(*names: str) -> bool:
-    return any(os.environ.get(name) for name in names)
 
 
 def check(url: str, exclusive: bool = False, patience: float = 5) -> str:

@@ -24,7 +24,7 @@ _CAUSES = {
     **dict.fromkeys(
         ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
     ),
-    "Unauthenticated": "the credentials were not accepted",
+    **dict.fromkeys(("Unauthenticated", "status code: 401"), "the credentials were not accepted"),
     "401 Unauthorized": "no token that is accepted: set HF_TOKEN, or run `hf auth login`",
     "ExpiredToken": "the credentials have expired",
     "redirect": "another region has the bucket: set AWS_REGION",

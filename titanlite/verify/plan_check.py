@@ -49,8 +49,8 @@ class PlanRow:
     """A row of the selftest."""
 
     row: Row
-    gathers: Counter[str]
-    """The number of all-gathers of a step, by dimension of the mesh."""
+    gathers: Counter[str] | None
+    """The number of all-gathers of a step, by dimension of the mesh, if it is known."""
     more: tuple[str, ...]
     model: str
 
@@ -119,7 +119,7 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
         differences += [
             f"rank {rank}: {line}" for line in _compare(collectives, rehearsed.collectives())
         ]
-    return differences + missing_gathers(plan_row, counted[0][2])
+    return differences + missing_gathers(plan_row.gathers, counted[0][2])
 
 
 def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
@@ -138,13 +138,15 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     return recording.peak, recording.moment, recording.collectives()
 
 
-def missing_gathers(plan_row: PlanRow, collectives: Counter[Collective]) -> list[str]:
-    """Describe the all-gathers of a step that are more or fewer than in the table."""
+def missing_gathers(expected: Counter[str] | None, collectives: Counter[Collective]) -> list[str]:
+    """Describe the all-gathers of a step that are more or fewer than expected."""
+    if expected is None:
+        return []
     found = Counter[str]()
     for collective, count in collectives.items():
         if collective.kind == "all-gather":
             found[collective.dimension] += count
-    return _compare(found, plan_row.gathers, "{0} all-gathers on {2}, expected {1}")
+    return _compare(found, expected, "{0} all-gathers on {2}, expected {1}")
 
 
 def _compare(

@@ -4,6 +4,7 @@ it.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from inspect import Parameter, isgeneratorfunction, signature
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,11 @@ class ConfigView:
             raise InvalidField(key)
         value = getattr(self._section, name)
         return ConfigView(value, key + ".", self._invalid) if isinstance(value, Section) else value
+
+
+@lru_cache(256)  # a search applies the rules to thousands of jobs
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(each.name, each.default) for each in signature(function).parameters.values()]
 
 
 class Facts:
@@ -77,8 +83,7 @@ class Facts:
         """Call a function with the facts that its parameters name; return None if one without a
         default is absent.
         """
-        parameters = signature(function).parameters.values()
-        given = {each.name: getattr(self, each.name, each.default) for each in parameters}
+        given = {name: getattr(self, name, default) for name, default in _parameters(function)}
         return None if Parameter.empty in given.values() else function(**given)
 
     def refuse(self, key: str, why: str) -> None:

@@ -143,12 +143,11 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
         if rule.tensor not in ("replicated", "expert") and name not in ("weight", "bias", "*"):
             alone = 'a parameter outside of such a module is "replicated"'
             return f'{rule.pattern} has the role "{rule.tensor}" of a module with a weight; {alone}'
+    length = f"{spec.blocks}.0.{spec.core}".count(".")
+    roles_of = {(".".join(r.pattern.split(".")[:length]), r.tensor) for r in rules}
     for number in range(shape.layers):
         path = f"{spec.blocks}.{number}.{spec.core}".rpartition(".")[0]
-        length = len(path.split("."))
-        inside = {
-            r.tensor for r in rules if fnmatchcase(path, ".".join(r.pattern.split(".")[:length]))
-        }
+        inside = {role for pattern, role in roles_of if fnmatchcase(path, pattern)}
         if inside and "column" not in inside:
             return (
                 f'no row inside of {path} has the role "column", '
