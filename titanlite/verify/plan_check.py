@@ -96,8 +96,8 @@ def selftest() -> int:
     return int(differing > 0)
 
 
-def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
-    """Return the differences between the rehearsal of a row and processes of a pool."""
+def command_line(plan_row: PlanRow, folder: Path) -> list[str]:
+    """Return the arguments of a row whose data lie in a folder."""
     overrides = [f"--model.overrides.{field}" for field in MODELS[plan_row.model].split()]
     named, *more = NAMED.get(plan_row.model, [f"--model.name={plan_row.model}"])
     model = read_model([*named.split(), *overrides], {})
@@ -105,6 +105,12 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
     if "--training.document_mask" in plan_row.more:  # the ends of documents are a tokenizer's
         (folder / "text.txt").write_text("text " * 2 * SAMPLES * SEQ_LEN)
         line += ["--training.dataset=text", f"--training.dataset_path={folder / 'text.txt'}"]
+    return line
+
+
+def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
+    """Return the differences between the rehearsal of a row and processes of a pool."""
+    line = command_line(plan_row, folder)
     world = plan_row.row.mesh.world
     job = build_job(line, world)
     np.zeros(2 * SAMPLES * SEQ_LEN, id_type(job.shape.vocab_size)).tofile(folder / TOKENS)
