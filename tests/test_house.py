@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_065}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_092}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -83,7 +83,7 @@ the bounds of an upload (parts in flight, of which size, and the stall of one, a
 390 for the copy of text that `data prepare` makes and removes; 85 for an upload to gs or az whose
 last answer is lost.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
-process needs without a model; 98 to find what repeats outside of blocks by its cost; 187 for a
+process needs without a model; 98 to find what repeats outside of blocks by its cost; 214 for a
 buffer of gloo's own in a real step, for rows without a number of gathers, for a start that plans
 only where cores are left, and for a search whose rules and rehearsals do less.
 an embedding whose ranks make the gradients of their own rows: 159.
