@@ -81,11 +81,11 @@ def test_a_run_that_lost_its_disk_goes_on_in_the_same_bits(
     cloud, url, pool, straight, key, tmp_path
 ):
     argv = [*SAVING, f"--checkpoint.{key}={url}"]
-    folders = str(tmp_path / "run"), str(tmp_path / "cache")
-    pool.run(run_at, cloud.environment, [*argv, TO(2)], *folders, world=2)
+    how = str(tmp_path / "run"), str(tmp_path / "cache"), None, 60
+    pool.run(run_at, cloud.environment, [*argv, TO(2)], *how, world=2)
     assert whole_steps(url)[-1] == 2
     shutil.rmtree(tmp_path / "run")
-    ranks = pool.run(run_at, cloud.environment, [*argv, TO(4)], *folders, world=2)
+    ranks = pool.run(run_at, cloud.environment, [*argv, TO(4)], *how, world=2)
     assert ranks[0]["begun"] == 2
     assert [rank["state"] for rank in ranks] == straight[1]
     assert whole_steps(url)[-1] == 4
@@ -177,7 +177,7 @@ def test_a_conditional_write_whose_answer_is_lost_is_known_as_its_own(cloud, url
 
 
 def test_a_second_run_is_refused_and_one_that_was_paused_commits_nothing(url, monkeypatch):
-    monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 1)
+    monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 2)
     first, second = (Lease(place(url), f"pid {n}", QUIET) for n in (1, 2))
     first.take()
     with pytest.raises(UserError, match="run.lock is held by another run, pid 1;"):

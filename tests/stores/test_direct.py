@@ -34,11 +34,16 @@ QUIET = logging.getLogger("quiet")
 
 
 def run_at(
-    environment: dict[str, str], argv: list[str], folder: str, cache: str, stop: int | None = None
+    environment: dict[str, str],
+    argv: list[str],
+    folder: str,
+    cache: str,
+    stop: int | None = None,
+    patience: float = 1,
 ) -> dict[str, Any]:
     """Train on a rank, with the stores of an environment."""
     os.environ |= {**environment, "XDG_CACHE_HOME": cache}
-    bucket._PATIENCE_SECONDS = 1
+    bucket._PATIENCE_SECONDS = patience
     bucket._open.cache_clear()
     return run_until(argv, folder, stop)
 
