@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import struct
 import threading
@@ -20,6 +19,8 @@ from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+
+from tests.stores.server import in_environment
 
 BUCKET, MODEL, TOKEN = "me/runs", "me/model", "hf_test"
 _NOW = "2026-11-27T12:00:00.000Z"
@@ -272,12 +273,5 @@ def using(url: str, token: str = TOKEN) -> Iterator[None]:
     """Let hf:// in this process be a server; the client reads its address when it is imported."""
     from huggingface_hub import constants
 
-    from titanlite.runtime import bucket
-
-    bucket._open.cache_clear()
-    with (
-        mock.patch.dict(os.environ, environment(url, token)),
-        mock.patch.object(constants, "ENDPOINT", url),
-    ):
+    with in_environment(environment(url, token)), mock.patch.object(constants, "ENDPOINT", url):
         yield
-    bucket._open.cache_clear()
