@@ -53,9 +53,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def shards(folder, url, monkeypatch, tmp_path) -> str:
     """The shards in a bucket."""
+    put(folder, url)  # patiently
     monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    put(folder, url)
     return url
 
 

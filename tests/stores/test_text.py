@@ -29,12 +29,12 @@ TEXTS = {
 def text(url, tmp_path, monkeypatch) -> tuple[Path, str]:
     """The same files in a folder and in a bucket."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
     folder = tmp_path / "text"
     for name, content in TEXTS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-        store.write(place(f"{url}/{name}"), content)
+        store.write(place(f"{url}/{name}"), content)  # patiently
+    monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
     return folder, url
 
 
