@@ -30,9 +30,11 @@ from titanlite.config.schema import JobConfig  # noqa: E402
 from titanlite.data.mixture import Mixture  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
 from titanlite.errors import format_table  # noqa: E402
-from titanlite.fault.board import Board, Link, open_board  # noqa: E402
+from titanlite.fault.beat import LOOK_SECONDS  # noqa: E402
+from titanlite.fault.board import EXCHANGE_SECONDS, Board, Link, open_board  # noqa: E402
 from titanlite.fault.decide import Decider, Restarts  # noqa: E402
 from titanlite.fault.status import Beat, Status, dump  # noqa: E402
+from titanlite.launch.workers import POLL_SECONDS  # noqa: E402
 from titanlite.optim.muon import Spread, _plan  # noqa: E402
 from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts  # noqa: E402
 from titanlite.train.rank_facts import Facts  # noqa: E402
@@ -122,8 +124,12 @@ def board(ranks: int) -> dict[str, float]:
     other.exchange()
     operations = Counting(store)
     other._show(operations, status(1))  # type: ignore[arg-type]
+    exchange = min(seconds)
+    # A launcher shows it, node 0 reads it in its next exchange, another launcher reads that.
+    worst = 3 * EXCHANGE_SECONDS + 2 * exchange + POLL_SECONDS + LOOK_SECONDS
     return {
-        "control plane: node 0's exchange, s": min(seconds),
+        "control plane: node 0's exchange, s": exchange,
+        "control plane: a request to stop is at every rank, at worst, s": worst,
         "control plane: operations of another node's exchange": operations.count,
     }
 

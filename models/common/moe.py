@@ -21,6 +21,7 @@ class Router(nn.Module):
     alone, not for the weights; after a step the framework moves it by `rate`.
     """
 
+    graphs = ("choose", "balance_loss")
     bias: Tensor | None
     counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes them
     auxiliary: Tensor  # this rank's part of this step's loss of balance; zeroed likewise
@@ -65,6 +66,21 @@ class Router(nn.Module):
 
         With them come counts of the choices (batch, experts).
         """
+        scores, weights, chosen, counts = self.choose(x)
+        if not (self.training and torch.is_grad_enabled()):
+            return weights, chosen, counts
+        total = counts
+        if self.balance == "sequence":
+            total = self.sum_over_sequence(counts)
+        loss = self.balance_loss(scores, total)
+        weights = _WithLoss.apply(weights, loss)
+        if not self.runs_again():
+            self.counts += counts.sum(0)
+            self.auxiliary += loss.detach()
+        return weights, chosen, counts
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return all scores, and what a forward pass returns."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -80,24 +96,17 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         counts = choices.new_zeros(len(x), experts)
         counts.scatter_add_(1, choices, torch.ones_like(choices))
-        if not (self.training and torch.is_grad_enabled()):
-            return weights, chosen, counts
-        loss = self._loss(scores, counts)
-        weights = _WithLoss.apply(weights, loss)
-        if not self.runs_again():
-            self.counts += counts.sum(0)
-            self.auxiliary += loss.detach()
-        return weights, chosen, counts
+        return scores, weights, chosen, counts
 
-    def _loss(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return the auxiliary loss of this rank's tokens.
+    def balance_loss(self, scores: Tensor, total: Tensor) -> Tensor:
+        """Return the auxiliary loss of this rank's tokens, from counts of all of the sequences.
 
-        It is linear in their probabilities, so that the ranks' parts add up.
+        It is linear in the tokens' probabilities, so that the ranks' parts add up.
         """
         if self.balance != "sequence":
             return scores.new_zeros(())
         probabilities = (scores / scores.sum(-1, keepdim=True)).sum(1)
-        total = self.sum_over_sequence(counts).to(scores.dtype)
+        total = total.to(scores.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
         losses = len(self.counts) * self.top_k * (total * probabilities / choices**2).sum(-1)
         return self.coefficient * losses.sum() / self.sequences
@@ -105,6 +114,8 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """Gated feed-forward layers; each has its own tokens."""
+
+    graphs = ("ends", "gated")
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -117,17 +128,33 @@ class Experts(nn.Module):
 
         `counts` has the number of tokens for each expert.
         """
-        gates = grouped_product(tokens, self.w1, counts)
-        values = grouped_product(tokens, self.w3, counts)
-        return grouped_product(F.silu(gates) * values, self.w2, counts)
+        ends = self.ends(counts)
+        gates = grouped_product(tokens, self.w1, counts, ends)
+        values = grouped_product(tokens, self.w3, counts, ends)
+        return grouped_product(self.gated(gates, values), self.w2, counts, ends)
+
+    @staticmethod
+    def ends(counts: Tensor) -> Tensor:
+        return counts.cumsum(0, dtype=torch.int32)
+
+    @staticmethod
+    def gated(gates: Tensor, values: Tensor) -> Tensor:
+        return F.silu(gates) * values
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply the rows of each group by its matrix of (groups, outputs, inputs)."""
+def grouped_product(
+    x: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None = None
+) -> Tensor:
+    """Multiply the rows of each group by its matrix of (groups, outputs, inputs).
+
+    `counts` are the groups' rows, and `ends` their running sums in int32.
+    """
     outputs, inputs = weight.shape[1:]
     is_aligned = outputs * x.element_size() % 16 == 0 and inputs * x.element_size() % 16 == 0
     if is_aligned and x.dtype != torch.float64:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+        if ends is None:
+            ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     groups = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
@@ -143,6 +170,8 @@ def on_host(counts: Tensor, rows: int) -> list[int]:
 class MoE(nn.Module):
     """Send every token to its chosen experts, and sum their outputs by the router's weights."""
 
+    graphs = ("in_order",)
+
     def __init__(self, router: Router, experts: nn.Module, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.router = router
@@ -152,17 +181,22 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output of (batch, tokens, dim)."""
         weights, chosen, counts = self.router(x)
-        order = chosen.flatten().argsort(stable=True)
-        position = inverse(order)
-        top_k = self.router.top_k
-        tokens = GatherRows.apply(x.flatten(0, 1), order // top_k, position.view(-1, top_k))
-        outputs = GatherRows.apply(
-            self.experts(tokens, counts.sum(0)), position.view_as(chosen), order
-        )
+        order, position, rows, counts = self.in_order(chosen, counts)
+        tokens = GatherRows.apply(x.flatten(0, 1), rows, position.flatten(0, 1))
+        outputs = GatherRows.apply(self.experts(tokens, counts), position, order)
         mixed = (weights.to(x.dtype).unsqueeze(-2) @ outputs).squeeze(-2)
         if self.shared is None:
             return mixed
         return mixed + self.shared(x)
+
+    @staticmethod
+    def in_order(chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the order of choices by expert, their positions in it, the tokens that chose in
+        this order, and the choices of each expert.
+        """
+        order = chosen.flatten().argsort(stable=True)
+        position = inverse(order).view_as(chosen)
+        return order, position, order // chosen.shape[-1], counts.sum(0)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -75,3 +75,30 @@ def test_the_planned_peak_of_a_compiled_step_is_that_of_the_allocator(train_on_g
     for trace in ran.traces:
         allocated, _ = peaks(trace)
         assert abs(allocated - BLAS - planned) < MIB
+
+
+MOE = (
+    "--config debug_moe.toml --training.global_batch_size=-1 --activation_checkpoint.mode=full "
+    "--parallelism.expert_parallel_degree=2 --training.steps=4 --training.seq_len=64"
+)
+
+
+@only_with_compile
+def test_a_compiled_layer_of_experts_is_so_many_launches(train_on_gpus, tmp_path):
+    """Recomputed, on two ranks of experts; not compiled it is 94 and 180."""
+    launches = []
+    for layers in (1, 2):
+        argv = [*MOE.split(), "--compile.enable", f"--model.overrides.n_layers={layers}"]
+        trace = train_on_gpus(tmp_path / f"{layers}", 2, argv, seconds=1200).traces[0].step(3)
+        launches.append([len(trace.phase(name).of("launch")) for name in ("forward", "backward")])
+    (forward, backward), (more_forward, more_backward) = launches
+    assert more_forward - forward <= 64 and more_backward - backward <= 125, launches
+
+
+@only_with_compile
+def test_a_compiled_step_rounds_the_state_of_a_parameter_by_few_launches(train_on_gpus, tmp_path):
+    """Two copies to float32, one kernel for both means, and the optimizer's own; 45 otherwise."""
+    argv = [*STEPS.split(), "--optimizer.state_dtype=bfloat16"]
+    (trace,) = train_on_gpus(tmp_path, 1, argv, seconds=1200).traces
+    parameters = 3 + 2 * 9
+    assert len(trace.step(3).phase("optimizer").of("launch")) <= 6 * parameters

@@ -12,7 +12,7 @@ from torch import nn
 from tests.jobs import TINY, fake_world, job
 from titanlite.models.common.attention import CausalAttention
 from titanlite.models.common.decoder import Decoder
-from titanlite.models.common.moe import Router
+from titanlite.models.common.moe import Experts, MoE, Router
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.parallelize import parallelize
 
@@ -49,8 +49,11 @@ def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, 
     added = {
         name for name in added if not name.startswith("_")
     }  # torch's own, of hooks and of FSDP2
-    assert added == found | {"sequences", "forced", "sum_over_sequence", "runs_again"}
-    assert added <= {name for name, _, _ in ROWS}
+    graphs = {name for module in (Router, MoE, Experts) for name in module.graphs}
+    compiled = graphs if extra == "--compile.enable" else set()
+    assert added == found | compiled | {"sequences", "forced", "sum_over_sequence", "runs_again"}
+    assert added - graphs <= {name for name, _, _ in ROWS}
+    assert "| what the class's `graphs` names | `Router`, `MoE`, `Experts`" in PAGE
 
 
 def test_classes_declare_the_attributes_with_the_default_of_the_page():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import QUIET, TINY, full, job, run_to_end, trainer
@@ -133,6 +134,27 @@ def test_small_changes_accumulate():
         optimizer.step()
     mean = optimizer.state[parameter]["exp_avg"].double().mean().item()
     assert mean == pytest.approx(1 - 0.999**2000, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+)
+def test_a_compiled_step_rounds_to_the_same_bits_by_one_graph_for_all_matrices(backend):
+    counters.clear()
+    torch.compiler.reset()
+    states = []
+    for compiled in ("", backend):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(rows, 24)) for rows in (8, 40, 7)]
+        optimizer = BF16State(torch.optim.AdamW(parameters), 3, compiled)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        # As the second of two shards: a start of 0 has no graph of its own.
+        optimizer._boxes[parameters[1]] = slice(40, 80), slice(0, 24)
+        optimizer.step()
+        states.append([value for p in parameters for value in optimizer.state[p].values()])
+    assert all(map(torch.equal, *states))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_the_two_running_means_are_rounded_by_independent_bits():

@@ -1,4 +1,4 @@
-"""Give a sign of life once a second, and learn that the run should stop or that it hangs.
+"""Give a sign of life four times a second, and learn that the run should stop or that it hangs.
 
 Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere by a board of
 all ranks."""
@@ -33,6 +33,9 @@ from titanlite.runtime.rank_files import (
 )
 
 BEAT_SECONDS = 1.0
+"""Between two looks at all ranks, and at the least between two of a board."""
+LOOK_SECONDS = 0.25
+"""Between two looks of a rank at what is asked of it, and two signs of life on its page."""
 BEATS_PER_SECOND = 512
 """Of all ranks together below torchrun or srun, where each has its own connection to one store."""
 
@@ -107,7 +110,7 @@ class Heart(threading.Thread):
             if board and board.decision.report:
                 time.sleep(2 * self._interval)  # others read from a store that may be this rank's
                 os._exit(FAILED)
-            if self._ended.wait(BEAT_SECONDS):
+            if self._ended.wait(LOOK_SECONDS):
                 break
         OWN_PAGE.stand_in(ENDED)
         OWN_PAGE.beat(self._asked())

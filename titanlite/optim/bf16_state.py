@@ -7,16 +7,15 @@ the full tensor: the same on every mesh and after a resume.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.optim.skip import step_unless
 from titanlite.parallel.dtensor import box_of, local_part
-from titanlite.registry import Box
 from titanlite.runtime.determinism import derive_seed
 
 MAX_NUMEL = 1 << 26
@@ -63,10 +62,14 @@ class BF16State(torch.optim.Optimizer):
     """The inner optimizer skips its steps, and rounding does not change bfloat16 values."""
     found_inf: torch.Tensor | None = None
 
-    def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, seed: int, backend: str = "") -> None:
+        """With a backend of torch.compile, two tensors are rounded by one kernel instead of 40."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._seed = seed
+        self._round: Callable[..., None] = _round
+        if backend:
+            self._round = torch.compile(_round, dynamic=True, backend=backend)
         # Computed once: it is slow.
         self._boxes = {p: box_of(p) for group in self.param_groups for p in group["params"]}
 
@@ -107,20 +110,17 @@ class BF16State(torch.optim.Optimizer):
         """Keep a parameter's new state, its tensors rounded to bfloat16."""
         stored = self.state[parameter]
         stored.update({k: value for k, value in state.items() if not _is_state_tensor(value)})
-        tensors = [(k, value) for k, value in state.items() if _is_state_tensor(value)]
+        tensors = {k: value for k, value in state.items() if _is_state_tensor(value)}
+        for key in tensors.keys() - stored.keys():
+            stored[key] = torch.empty_like(tensors[key], dtype=torch.bfloat16)
         box = self._boxes.get(parameter) or box_of(parameter)
-        bits = torch.empty(0)
-        for number, (key, value) in enumerate(tensors):
-            shares_bits = number % 2 == 1  # two tensors share the 32 bits of a hash
-            if not shares_bits:
-                seed = derive_seed("rounding", self._seed, step, name, number // 2) % 2**31
-                bits = random_bits(box, seed, local_part(value).device)
-            if key not in stored:
-                stored[key] = torch.empty_like(value, dtype=torch.bfloat16)
-            target = local_part(stored[key])
-            if shares_bits:
-                bits = bits >> 16
-            target.copy_(round_at_random(local_part(value), bits))
+        keys = [*tensors]
+        for pair in range(0, len(keys), 2):  # two tensors share the 32 bits of a hash
+            seed = derive_seed("rounding", self._seed, step, name, pair // 2) % 2**31
+            shared = keys[pair : pair + 2]
+            targets = [local_part(stored[key]) for key in shared]
+            values = [local_part(tensors[key]) for key in shared]
+            self._round(targets, values, [region.stop for region in box], seed)
 
 
 def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:
@@ -138,6 +138,16 @@ def _is_state_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
+def _round(targets: list[Tensor], values: list[Tensor], ends: list[int], seed: int) -> None:
+    """Round at most two tensors of one region, which has these ends in the full tensor."""
+    # By its ends, since a compiled function would be another one for a start of 0.
+    sizes = zip(ends, values[0].shape, strict=True)
+    bits = random_bits([slice(end - size, end) for end, size in sizes], seed, values[0].device)
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(round_at_random(value, bits))
+        bits = bits >> 16
+
+
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Round each value to one of its two bfloat16 neighbors so that the mean is right.
 
@@ -149,7 +159,7 @@ def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), values, up.view(torch.float32)).bfloat16()
 
 
-def random_bits(box: Box, seed: int, device: torch.device) -> torch.Tensor:
+def random_bits(box: Sequence[slice], seed: int, device: torch.device) -> torch.Tensor:
     """Return 32 bits for each element of a region; they depend on its index in the full tensor."""
     bits = torch.full((), seed, dtype=torch.int32, device=device)
     for region in box:

@@ -102,7 +102,7 @@ def build_optimizer(
     group = [stage] * spec.communicates
     optimizer = resolve_name(spec.build)(trained, config, *group)
     if config.optimizer.state_dtype == "bfloat16":
-        return BF16State(optimizer, seed)
+        return BF16State(optimizer, seed, config.compile.backend * config.compile.enable)
     return OnDisk(optimizer, config) if config.training.offload_folder else optimizer
 
 

@@ -4,6 +4,8 @@ The forward method is compiled, not the module: names stay, and FSDP2's hooks st
 graph.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -28,10 +30,13 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         note += f", keeping at most {budget:g} of the activations"
     set_activation_memory_budget(budget)
     experts = expert_modules(model, context.table).values()
+    compiled = partial(torch.compile, fullgraph=True, backend=settings.backend)
     for block in context.blocks(model).values():
         for unit in units(block, experts):
-            compiled = torch.compile(unit.forward, fullgraph=True, backend=settings.backend)
-            unit.forward = compiled  # type: ignore[method-assign]
+            unit.forward = compiled(unit.forward)  # type: ignore[method-assign]
+        for module in block.modules():
+            for name in getattr(module, "graphs", ()):
+                setattr(module, name, compiled(getattr(module, name)))
     return [note]
 
 

@@ -23,6 +23,8 @@ from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import is_recomputing
 
+Places = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
 
 def apply(model: nn.Module, context: Context) -> list[str]:
     """Split the experts' weights; give routers the global batch's size and a sum over ranks."""
@@ -57,8 +59,12 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     mesh = context.mesh.ep
     if mesh is None:
         return []
+    settings = context.job.config.compile
+    places: Places = places_by_expert
+    if settings.enable and "model" in settings.components:
+        places = torch.compile(places, fullgraph=True, backend=settings.backend)
     for module in expert_modules(model, context.table).values():
-        forward = partial(_dispatch, mesh.get_group(), module.forward)
+        forward = partial(_dispatch, mesh.get_group(), module.forward, places)
         module.forward = forward  # type: ignore[method-assign]
     return []
 
@@ -122,6 +128,7 @@ def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 def _dispatch(
     group: dist.ProcessGroup,
     compute: Callable[[Tensor, Tensor], Tensor],
+    places: Places,
     tokens: Tensor,
     counts: Tensor,
 ) -> Tensor:
@@ -135,13 +142,24 @@ def _dispatch(
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
     send, receive = on_host(sizes, len(tokens))
     arrived = AllToAll.apply(tokens, group, send, receive)
-    # From the order (rank, expert) to the order (expert, rank).
-    own = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)
-    order = own.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
-    position = inverse(order)
-    outputs = compute(
-        GatherRows.apply(arrived, order, position),
-        received.unflatten(0, (ranks, -1)).sum(0),
-    )
+    received = received.unflatten(0, (ranks, -1))
+    order, position, own_counts = places(received, sum(receive))
+    outputs = compute(GatherRows.apply(arrived, order, position), own_counts)
     by_rank = GatherRows.apply(outputs, position, order)
     return AllToAll.apply(by_rank, group, receive, send)  # type: ignore[return-value]
+
+
+def places_by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order by expert of rows that arrive by rank, and by expert within a rank, its
+    inverse, and the rows of each expert.
+
+    `received` has the rows (ranks, experts), `total` in all. By counting, since a sort reads all
+    rows several times.
+    """
+    sizes = received.t().flatten()  # of the blocks by expert
+    starts = (sizes.cumsum(0) - sizes).unflatten(0, (-1, len(received))).t().flatten()
+    ends = received.flatten().cumsum(0)
+    shifts = starts + received.flatten() - ends
+    rows = torch.arange(total, device=ends.device)
+    position = rows + shifts[torch.searchsorted(ends, rows, right=True)]
+    return inverse(position), position, received.sum(0)

@@ -23,10 +23,14 @@ _SCATTERS = torch.ops.aten.scatter_add, torch.ops.aten.index_put
 
 
 def compile_without_code(
-    function: Callable[..., Any], fullgraph: bool = False, backend: str = "inductor"
+    function: Callable[..., Any],
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str = "inductor",
 ) -> Callable[..., Any]:
     """Return the function as the backend would run it; one that is not known, as inductor would."""
-    if backend == "eager":
+    # Dynamic is the rounding of an optimizer's state: here each of its seeds would be a graph.
+    if backend == "eager" or dynamic:
         return function
     backend_without_code = _backend(backend != "aot_eager")
     return _compile(function, fullgraph=fullgraph, dynamic=False, backend=backend_without_code)

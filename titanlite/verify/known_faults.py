@@ -1,7 +1,6 @@
 """Known faults: mistakes that real trainers shipped, and that the table must detect.
 
-Each replaces a function of the trainer on every rank, never in the reference. A replacement takes
-the original function, then its arguments."""
+Each replaces a function on every rank, not in the reference, and takes it before its arguments."""
 
 import re
 from collections.abc import Callable
@@ -87,17 +86,18 @@ def router_unsummed(replace_forward, convert, module, own):
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")
-def dispatch_shifted(dispatch, group, compute, tokens, counts):
+def dispatch_shifted(dispatch, group, compute, places, tokens, counts):
     """tokens go to the experts of the next rank"""
     experts = len(counts) // group.size()
     rows = int(counts[-experts:].sum())
-    return dispatch(group, compute, tokens.roll(rows, 0), counts.roll(experts)).roll(-rows, 0)
+    sent = dispatch(group, compute, places, tokens.roll(rows, 0), counts.roll(experts))
+    return sent.roll(-rows, 0)
 
 
-@fault("parallel.expert_parallel.inverse", "ep2")
-def combine_unsorted(inverse, order):
+@fault("parallel.expert_parallel.places_by_expert", "ep2")
+def combine_unsorted(places, received, total):
     """what experts make of tokens returns in the order of the experts"""
-    return torch.arange(len(order))
+    return places(received, total)[0], torch.arange(total), received.sum(0)
 
 
 @fault("parallel.balance.Balance.end_step", "dp2", variant="bias")
