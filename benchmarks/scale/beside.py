@@ -4,7 +4,7 @@
 Rank 0's work for the tensors of Llama 405B with AdamW on 512 ranks, all of it but the network and
 the bytes, runs in a thread, as in a save, while the main thread takes a step; every other step is
 without. With --times a step is a small one so many times: that of 405B on 512 GPUs takes more than
-ten seconds. Prints the ratio of steps by the clock, and the seconds of the bookkeeping by itself."""
+ten seconds. Prints the ratio of steps by the clock, and the seconds of the bookkeeping alone."""
 
 from __future__ import annotations
 

@@ -136,9 +136,7 @@ def test_small_changes_accumulate():
     assert mean == pytest.approx(1 - 0.999**2000, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_step_rounds_to_the_same_bits_by_one_graph_for_all_matrices(backend):
     counters.clear()
     torch.compiler.reset()

@@ -1,9 +1,11 @@
-"""torch.compile of every block, as one graph; a block with experts is compiled around these.
+"""torch.compile of every block, as one graph; a block with experts is compiled around these, by
+its parts without experts and by the methods that the classes of the others name in `graphs`.
 
 The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside the
 graph.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -35,7 +37,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         for unit in units(block, experts):
             unit.forward = compiled(unit.forward)  # type: ignore[method-assign]
         for module in block.modules():
-            for name in getattr(module, "graphs", ()):
+            graphs: Sequence[str] = getattr(type(module), "graphs", ())
+            for name in graphs:
                 setattr(module, name, compiled(getattr(module, name)))
     return [note]
 
