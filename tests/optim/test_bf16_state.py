@@ -147,7 +147,7 @@ def test_a_compiled_step_rounds_to_the_same_bits_by_one_graph_for_all_matrices(b
         optimizer = BF16State(torch.optim.AdamW(parameters), 3, compiled)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        # As the second of two shards: a start of 0 has no graph of its own.
+        # The second of two shards
         optimizer._boxes[parameters[1]] = slice(40, 80), slice(0, 24)
         optimizer.step()
         states.append([value for p in parameters for value in optimizer.state[p].values()])

@@ -120,7 +120,7 @@ class BF16State(torch.optim.Optimizer):
             shared = keys[pair : pair + 2]
             targets = [local_part(stored[key]) for key in shared]
             values = [local_part(tensors[key]) for key in shared]
-            self._round(targets, values, [region.stop for region in box], seed)
+            self._round(targets, values, [region.start for region in box], seed)
 
 
 def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:
@@ -138,11 +138,11 @@ def _is_state_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
-def _round(targets: list[Tensor], values: list[Tensor], ends: list[int], seed: int) -> None:
-    """Round at most two tensors of one region, which has these ends in the full tensor."""
-    # By its ends, since a compiled function would be another one for a start of 0.
-    sizes = zip(ends, values[0].shape, strict=True)
-    bits = random_bits([slice(end - size, end) for end, size in sizes], seed, values[0].device)
+def _round(targets: list[Tensor], values: list[Tensor], starts: list[int], seed: int) -> None:
+    """Round at most two tensors of one region, which starts here in the full tensor."""
+    sizes = zip(starts, values[0].shape, strict=True)
+    box = [slice(start, start + size) for start, size in sizes]
+    bits = random_bits(box, seed, values[0].device)
     for target, value in zip(targets, values, strict=True):
         target.copy_(round_at_random(value, bits))
         bits = bits >> 16
