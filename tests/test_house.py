@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_532}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_545}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -82,7 +82,7 @@ the cache of a node 420 and what the launcher asks 480; 1,420 (1,200) for Huggin
 hub, of which 200 for export and diff of URLs, and 60 to verify before a model is made; 450 for
 the bounds of an upload (parts in flight, of which size, and the stall of one, as three keys) and
 90 for servers that do not answer by range; 885 for text and Hugging Face folders by URL, of which
-390 for the copy of text that `data prepare` makes and removes; 85 for an upload to gs or az whose
+390 for the copy of text that `data prepare` makes and removes; 98 for an upload to gs or az whose
 last answer is lost.
 plans: 900 for offload, asynchronous tensor parallel and a search of pipelines; 90 for what a
 process needs without a model; 98 to find what repeats outside of blocks by its cost; 214 for a

@@ -240,7 +240,8 @@ class FaultProxy:
         if "status" in fault:
             text = fault.get("text", b"<Error><Code>Injected</Code></Error>")
             length = b"Content-Length: %d" % len(text)
-            return b"HTTP/1.1 %d X\r\n%s\r\n\r\n%s" % (fault["status"], length, text)
+            close = b"Connection: close"  # or the client would send its next request there
+            return b"HTTP/1.1 %d X\r\n%s\r\n%s\r\n\r\n%s" % (fault["status"], close, length, text)
         if fault.get("overwrite"):
             head = re.sub(rb"(?i)\r\n(x-goog-)?if-[a-z-]*match:[^\r]*", b"", head)
         upstream, sending = await asyncio.open_connection("127.0.0.1", self.upstream)

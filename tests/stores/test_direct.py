@@ -5,55 +5,27 @@ whatever fails, and of two runs in one place one commits.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import titanlite
-from tests.checkpoint.saved import SAVING, keeping_log, run_until
+from tests.checkpoint.saved import SAVING, keeping_log
 from tests.checkpoint.test_resume import logged
+from tests.stores.runs import QUIET, TO, put, run_at, whole_steps
 from tests.stores.server import NOTHING, credentials
-from tests.stores.test_mirror import TO, put, whole_steps
 from titanlite.checkpoint import lease, transfer
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.lease import LEASE, Lease
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, read_manifest
 from titanlite.errors import RunFailed, UserError
-from titanlite.runtime import bucket, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import BucketError, check, place
 from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
-
-QUIET = logging.getLogger("quiet")
-
-
-def run_at(
-    environment: dict[str, str],
-    argv: list[str],
-    folder: str,
-    cache: str,
-    stop: int | None = None,
-    patience: float = 1,
-) -> dict[str, Any]:
-    """Train on a rank, with the stores of an environment."""
-    os.environ |= {**environment, "XDG_CACHE_HOME": cache}
-    bucket._PATIENCE_SECONDS = patience
-    bucket._open.cache_clear()
-    return run_until(argv, folder, stop)
-
-
-@pytest.fixture(scope="module")
-def straight(pool, tmp_path_factory) -> tuple[Path, Any]:
-    """An undisturbed run of 6 steps, with a local folder."""
-    folder = tmp_path_factory.mktemp("straight")
-    ranks = pool.run(run_until, [*SAVING, TO(6)], str(folder), world=2)
-    return folder, [rank["state"] for rank in ranks]
 
 
 @pytest.fixture
@@ -64,9 +36,8 @@ def train(pool, proxy, url, tmp_path):
         steps: int, *more: str, world: int = 2, stop: int | None = None
     ) -> tuple[list[Any], int, str]:
         argv = [*SAVING, f"--checkpoint.folder={url}", TO(steps), *more]
-        folders = str(tmp_path / "run"), str(tmp_path / "cache")
-        here = credentials(proxy.port)
-        ranks = pool.run(run_at, here, argv, *folders, stop, world=world)
+        here = credentials(proxy.port) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        ranks = pool.run(run_at, here, argv, str(tmp_path / "run"), stop, world=world)
         return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
 
     return train
@@ -113,13 +84,13 @@ def test_a_run_starts_from_a_url_and_from_a_dump_folder_that_names_it(train, url
 
 @pytest.mark.long
 def test_a_checkpoint_of_another_mesh_is_read_once_over_all_ranks(pool, proxy, url, tmp_path):
-    folders = str(tmp_path / "run"), str(tmp_path / "cache")
     argv = [*SAVING, "--model.overrides.n_kv_heads=2", f"--checkpoint.folder={url}", TO(2)]
     saved = [*argv, "--parallelism.tensor_parallel_degree=2"]
-    here = credentials(proxy.port)
-    before = pool.run(run_at, here, saved, *folders, world=4)[0]["state"]
+    here = credentials(proxy.port) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = str(tmp_path / "run")
+    before = pool.run(run_at, here, saved, run, world=4)[0]["state"]
     proxy.read.clear()
-    ranks = pool.run(run_at, here, [*argv, TO(3)], *folders, 2, world=4)
+    ranks = pool.run(run_at, here, [*argv, TO(3)], run, 2, world=4)
     assert ranks[0]["state"] == before
     manifest = read_manifest(place(f"{url}/step-2"))
     tensors = sum(size for path, size in proxy.read.items() if ".safetensors" in path)

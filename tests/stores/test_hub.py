@@ -19,7 +19,7 @@ from tests.checkpoint.saved import SAVING, run_until
 from tests.checkpoint.test_resume import logged
 from tests.jobs import TINY, job
 from tests.stores.hub import BUCKET, MODEL, Hub, environment, needs_extra, using
-from tests.stores.test_mirror import TO, straight, whole_steps
+from tests.stores.runs import TO, whole_steps
 from tests.stores.test_shards import SAMPLES, folder, put, windows
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.cli import main
@@ -28,7 +28,7 @@ from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder, read, write, write_and_sum
 
-__all__ = ["folder", "straight"]
+__all__ = ["folder"]
 URL = f"hf://buckets/{BUCKET}/run"
 
 

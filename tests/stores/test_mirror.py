@@ -6,31 +6,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.saved import SAVING, keeping_log, run_until
+from tests.checkpoint.saved import SAVING, keeping_log
 from tests.checkpoint.test_resume import logged
 from tests.jobs import trainer
 from tests.launch.run import records
+from tests.stores.runs import TO, put, run_at, whole_steps
 from tests.stores.server import NOTHING, credentials
-from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
-
-TO = "--training.steps={}".format
-
-
-def run_at(port: int, argv: list[str], folder: str) -> dict[str, Any]:
-    """Train on a rank, with s3:// at a server's port."""
-    os.environ |= credentials(port)
-    bucket._PATIENCE_SECONDS = 1
-    bucket._open.cache_clear()
-    return run_until(argv, folder)
 
 
 def only_start(port: int, argv: list[str], folder: str) -> list[str]:
@@ -44,41 +33,16 @@ def only_start(port: int, argv: list[str], folder: str) -> list[str]:
     return lines
 
 
-@pytest.fixture(scope="module")
-def straight(pool, tmp_path_factory) -> tuple[Path, Any]:
-    """An undisturbed run of 6 steps, without a mirror."""
-    folder = tmp_path_factory.mktemp("straight")
-    ranks = pool.run(run_until, [*SAVING, TO(6)], str(folder), world=2)
-    return folder, [rank["state"] for rank in ranks]
-
-
 @pytest.fixture
 def train(pool, proxy, url, tmp_path):
     """Trains to a step on two ranks, with the mirror `url`, in the folder tmp_path / "run"."""
 
     def train(steps: int, *more: str) -> tuple[list[Any], int, str]:
         argv = [*SAVING, f"--checkpoint.mirror={url}", TO(steps), *more]
-        ranks = pool.run(run_at, proxy.port, argv, str(tmp_path / "run"), world=2)
+        ranks = pool.run(run_at, credentials(proxy.port), argv, str(tmp_path / "run"), world=2)
         return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
 
     return train
-
-
-def put(url: str, name: str, content: bytes) -> None:
-    path: Any = place(f"{url}/{name}")
-    path.bucket.put(path.key, [content], len(content))
-
-
-def whole_steps(url: str) -> list[int]:
-    """Return the steps of a place, every byte read."""
-    root, whole = place(url), []
-    for step in committed(root):
-        folder = step_folder(root, step)
-        if MANIFEST in list_folder(folder):
-            manifest = read_manifest(folder)
-            assert not faults(folder, manifest, manifest.files)
-            whole.append(step)
-    return whole
 
 
 def test_a_run_that_lost_its_folder_goes_on_from_the_mirror_in_the_same_bits(

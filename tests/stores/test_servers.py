@@ -14,6 +14,7 @@ import pytest
 
 from tests.checkpoint.saved import SAVING
 from tests.jobs import TINY, job
+from tests.stores.runs import TO, run_at, whole_steps
 from tests.stores.server import (
     BUCKET,
     READER,
@@ -24,8 +25,6 @@ from tests.stores.server import (
     seaweedfs,
     using,
 )
-from tests.stores.test_direct import run_at
-from tests.stores.test_mirror import TO, whole_steps
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import MANIFEST, committed
 from titanlite.launch.preflight import _check_mirror
@@ -82,10 +81,11 @@ def test_a_run_that_lost_its_disk_goes_on_from_a_store_that_asks_who_it_is(
     strict, url, pool, tmp_path
 ):
     argv = [*SAVING, f"--checkpoint.folder={url}"]
-    folders = str(tmp_path / "run"), str(tmp_path / "cache")
-    before = pool.run(run_at, credentials(strict), [*argv, TO(2)], *folders, world=2)
+    here = credentials(strict) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = str(tmp_path / "run")
+    before = pool.run(run_at, here, [*argv, TO(2)], run, world=2)
     shutil.rmtree(tmp_path / "run")
-    ranks = pool.run(run_at, credentials(strict), [*argv, TO(3)], *folders, 2, world=2)
+    ranks = pool.run(run_at, here, [*argv, TO(3)], run, 2, world=2)
     assert ranks[0]["begun"] == 2
     assert [rank["state"] for rank in ranks] == [rank["state"] for rank in before]
     with using(strict):
