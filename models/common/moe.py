@@ -202,7 +202,8 @@ class MoE(nn.Module):
 def inverse(order: Tensor) -> Tensor:
     """Return the position of each number in a permutation."""
     position = torch.empty_like(order)
-    return position.scatter_(0, order, torch.arange(len(order), device=order.device))
+    position[order] = torch.arange(len(order), device=order.device)
+    return position
 
 
 class GatherRows(torch.autograd.Function):
