@@ -129,7 +129,7 @@ def board(ranks: int) -> dict[str, float]:
     worst = 3 * EXCHANGE_SECONDS + 2 * exchange + POLL_SECONDS + LOOK_SECONDS
     return {
         "control plane: node 0's exchange, s": exchange,
-        "control plane: a request to stop is at every rank, at worst, s": worst,
+        "control plane: a stop is at every rank, at worst, s": worst,
         "control plane: operations of another node's exchange": operations.count,
     }
 
