@@ -111,8 +111,9 @@ class BF16State(torch.optim.Optimizer):
         stored = self.state[parameter]
         stored.update({k: value for k, value in state.items() if not _is_state_tensor(value)})
         tensors = {k: value for k, value in state.items() if _is_state_tensor(value)}
-        for key in tensors.keys() - stored.keys():
-            stored[key] = torch.empty_like(tensors[key], dtype=torch.bfloat16)
+        for key, value in tensors.items():  # in their order, which says who gets which bits
+            if key not in stored:
+                stored[key] = torch.empty_like(value, dtype=torch.bfloat16)
         box = self._boxes.get(parameter) or box_of(parameter)
         keys = [*tensors]
         for pair in range(0, len(keys), 2):  # two tensors share the 32 bits of a hash
