@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_544}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_591}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 
@@ -55,7 +55,7 @@ titanlite: 173,250 stood when the issues after that of rings began, whose own go
 not reached. Since then the fake GPU took 1,500 (as allowed), what one real GPU showed 1,070, of
 which 180 for ranks that share it and for offloaded parameters, the
 cores near a GPU, a warning of slow saves and a refusal of bare parameters 210, the order of tokens
-by expert and what is compiled around experts 230, a compiled rounding of bfloat16 state 170, the
+by expert and what is compiled around experts 260, a compiled rounding of bfloat16 state 190, the
 planner 7,020
 (3,000; 1,600 for pipelines, 2,690 to plan these within a minute, 580 for compiled blocks), the
 first hour 2,000 (2,000: `init` 480, `top` to `--sweep` 1,520), and scale 4,260, which is 3,260

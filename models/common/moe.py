@@ -21,7 +21,7 @@ class Router(nn.Module):
     alone, not for the weights; after a step the framework moves it by `rate`.
     """
 
-    graphs = ("choose", "balance_loss")
+    compiled_methods = ("choose", "balance_loss")
     bias: Tensor | None
     counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes them
     auxiliary: Tensor  # this rank's part of this step's loss of balance; zeroed likewise
@@ -80,7 +80,7 @@ class Router(nn.Module):
         return weights, chosen, counts
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return all scores, and what a forward pass returns."""
+        """Return all scores, with a gradient where the loss has one, and what `forward` returns."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -96,6 +96,8 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         counts = choices.new_zeros(len(x), experts)
         counts.scatter_add_(1, choices, torch.ones_like(choices))
+        if self.balance != "sequence":
+            scores = scores.detach()
         return scores, weights, chosen, counts
 
     def balance_loss(self, scores: Tensor, total: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated feed-forward layers; each has its own tokens."""
 
-    graphs = ("ends", "gated")
+    compiled_methods = ("ends", "gated")
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ def on_host(counts: Tensor, rows: int) -> list[int]:
 class MoE(nn.Module):
     """Send every token to its chosen experts, and sum their outputs by the router's weights."""
 
-    graphs = ("in_order",)
+    compiled_methods = ("in_order",)
 
     def __init__(self, router: Router, experts: nn.Module, shared: nn.Module | None = None) -> None:
         super().__init__()

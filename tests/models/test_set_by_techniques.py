@@ -49,11 +49,11 @@ def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, 
     added = {
         name for name in added if not name.startswith("_")
     }  # torch's own, of hooks and of FSDP2
-    graphs = {name for module in (Router, MoE, Experts) for name in module.graphs}
+    graphs = {name for module in (Router, MoE, Experts) for name in module.compiled_methods}
     compiled = graphs if extra == "--compile.enable" else set()
     assert added == found | compiled | {"sequences", "forced", "sum_over_sequence", "runs_again"}
     assert added - graphs <= {name for name, _, _ in ROWS}
-    assert "| what the class's `graphs` names | `Router`, `MoE`, `Experts`" in PAGE
+    assert "| what the class's `compiled_methods` names | `Router`, `MoE`, `Experts`" in PAGE
 
 
 def test_classes_declare_the_attributes_with_the_default_of_the_page():

@@ -138,19 +138,22 @@ def test_small_changes_accumulate():
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_step_rounds_to_the_same_bits_by_the_same_graphs_for_all_matrices(backend):
-    """A graph for two tensors that share bits, and one for a third; the tensors keep their order."""
+    """A graph for two tensors that share bits, and one for a third; the order of tensors stays."""
     counters.clear()
     torch.compiler.reset()
     states = []
     for compiled in ("", backend):
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(rows, 24)) for rows in (8, 40, 7)]
-        optimizer = BF16State(torch.optim.AdamW(parameters, amsgrad=True), 3, compiled)
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
+        named = [(f"p{number}", each) for number, each in enumerate(parameters)]
+        optimizer = BF16State(torch.optim.AdamW(named, amsgrad=True), 3, compiled)
         # The second of two shards
         optimizer._boxes[parameters[1]] = slice(40, 80), slice(0, 24)
-        optimizer.step()
+        for step in range(1, 4):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.param_groups[0]["training_step"] = step
+            optimizer.step()
         states.append([value for p in parameters for value in optimizer.state[p].values()])
         kept = ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
         assert [*optimizer.state[parameters[0]]] == kept

@@ -30,7 +30,7 @@ from tests.jobs import (
     trainer,
 )
 from tests.lanes import sample
-from tests.launch.run import train
+from tests.launch.run import records, train
 from tests.parallel.test_context import losses, validation_and_sample
 from tests.parallel.test_exact import SAMPLES, SGD, ragged_batch
 from titanlite.config.job import job_from
@@ -551,6 +551,16 @@ def test_what_is_around_experts_is_compiled_and_all_blocks_share_its_graphs():
         batch = MicroBatch(torch.zeros(1, 2, TOKENS, dtype=torch.int64))
         model_loss(model, batch, batch.tokens, chunks=1).backward()
     assert compiled_graphs() - before == 7
+
+
+@pytest.mark.long
+def test_no_later_step_compiles_for_other_numbers_of_tokens(tmp_path):
+    """With one layer on each rank's experts the first step meets one number only."""
+    options = [*MOE, *mesh(ep=2), *COMPILED.split(), "--model.overrides.n_layers=1"]
+    options += ["--training.steps=5", "--metrics.log_freq=1"]
+    code, out = train(options, tmp_path, NGPU="2")
+    assert code == 0, out
+    assert [each["recompiles"] for each in records(tmp_path) if "recompiles" in each] == [0] * 5
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Give a sign of life four times a second, and learn that the run should stop or that it hangs.
 
-Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere by a board of
-all ranks."""
+Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere, once a second
+or less often, by a board of all ranks."""
 
 import faulthandler
 import os

@@ -76,7 +76,7 @@ class Hang:
     limit: float
     key: str
     interval: float
-    """Seconds between two beats of a rank."""
+    """Seconds in which a rank shows at least one sign of life."""
     ranks: tuple[Standing, ...]
 
 
@@ -130,7 +130,7 @@ class Hangs:
     def __init__(
         self, config: JobConfig, attempt: str, world: int, now: float, interval: float = 1.0
     ) -> None:
-        """The attempt begins now; its ranks show a sign of life in each interval of seconds."""
+        """The attempt begins now; its ranks show signs of life in each interval of seconds."""
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
         self._judge = Judge(world, interval, start, now)
         self._file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")

@@ -144,9 +144,10 @@ def _round(targets: list[Tensor], values: list[Tensor], starts: list[int], seed:
     sizes = zip(starts, values[0].shape, strict=True)
     box = [slice(start, start + size) for start, size in sizes]
     bits = random_bits(box, seed, values[0].device)
-    for target, value in zip(targets, values, strict=True):
+    for number, (target, value) in enumerate(zip(targets, values, strict=True)):
+        if number:
+            bits = bits >> 16
         target.copy_(round_at_random(value, bits))
-        bits = bits >> 16
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

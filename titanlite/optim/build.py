@@ -102,7 +102,9 @@ def build_optimizer(
     group = [stage] * spec.communicates
     optimizer = resolve_name(spec.build)(trained, config, *group)
     if config.optimizer.state_dtype == "bfloat16":
-        return BF16State(optimizer, seed, config.compile.backend * config.compile.enable)
+        # The state of offloaded parameters is on the CPU, whose kernels need another compiler.
+        is_compiled = config.compile.enable and not config.training.enable_cpu_offload
+        return BF16State(optimizer, seed, config.compile.backend if is_compiled else "")
     return OnDisk(optimizer, config) if config.training.offload_folder else optimizer
 
 

@@ -1,5 +1,5 @@
-"""torch.compile of every block, as one graph; a block with experts is compiled around these, by
-its parts without experts and by the methods that the classes of the others name in `graphs`.
+"""torch.compile of every block, as one graph; a block with experts is compiled by its parts without
+experts, and by the methods that the classes of the others name in `compiled_methods`.
 
 The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside the
 graph.
@@ -31,15 +31,17 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         budget = recomputing.memory_budget
         note += f", keeping at most {budget:g} of the activations"
     set_activation_memory_budget(budget)
-    experts = expert_modules(model, context.table).values()
+    experts = {*expert_modules(model, context.table).values()}
     compiled = partial(torch.compile, fullgraph=True, backend=settings.backend)
     for block in context.blocks(model).values():
         for unit in units(block, experts):
             unit.forward = compiled(unit.forward)  # type: ignore[method-assign]
         for module in block.modules():
-            graphs: Sequence[str] = getattr(type(module), "graphs", ())
-            for name in graphs:
-                setattr(module, name, compiled(getattr(module, name)))
+            names: Sequence[str] = getattr(type(module), "compiled_methods", ())
+            # The rows of experts differ from step to step; a graph that finds out is compiled late.
+            dynamic = True if module in experts else None
+            for name in names:
+                setattr(module, name, compiled(getattr(module, name), dynamic=dynamic))
     return [note]
 
 

@@ -62,7 +62,7 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     settings = context.job.config.compile
     places: Places = places_by_expert
     if settings.enable and "model" in settings.components:
-        places = torch.compile(places, fullgraph=True, backend=settings.backend)
+        places = torch.compile(places, fullgraph=True, dynamic=True, backend=settings.backend)
     for module in expert_modules(model, context.table).values():
         forward = partial(_dispatch, mesh.get_group(), module.forward, places)
         module.forward = forward  # type: ignore[method-assign]

@@ -29,8 +29,8 @@ def compile_without_code(
     backend: str = "inductor",
 ) -> Callable[..., Any]:
     """Return the function as the backend would run it; one that is not known, as inductor would."""
-    # Dynamic is the rounding of an optimizer's state: here each of its seeds would be a graph.
-    if backend == "eager" or dynamic:
+    # A rounding of an optimizer's state, which may break, would be a graph for each of its seeds.
+    if backend == "eager" or (dynamic and not fullgraph):
         return function
     backend_without_code = _backend(backend != "aot_eager")
     return _compile(function, fullgraph=fullgraph, dynamic=False, backend=backend_without_code)
