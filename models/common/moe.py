@@ -137,6 +137,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def ends(counts: Tensor) -> Tensor:
+        """Return where each group of rows ends."""
         return counts.cumsum(0, dtype=torch.int32)
 
     @staticmethod
@@ -155,7 +156,7 @@ def grouped_product(
     is_aligned = outputs * x.element_size() % 16 == 0 and inputs * x.element_size() % 16 == 0
     if is_aligned and x.dtype != torch.float64:
         if ends is None:
-            ends = counts.cumsum(0, dtype=torch.int32)
+            ends = Experts.ends(counts)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     groups = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])

@@ -85,7 +85,7 @@ MOE = (
 
 @only_with_compile
 def test_a_compiled_layer_of_experts_is_so_many_launches(train_on_gpus, tmp_path):
-    """Recomputed, on two ranks of experts; not compiled it is 94 and 180."""
+    """Recomputed, on two ranks of experts; not compiled it is 93 and 179."""
     launches = []
     for layers in (1, 2):
         argv = [*MOE.split(), "--compile.enable", f"--model.overrides.n_layers={layers}"]
@@ -97,7 +97,7 @@ def test_a_compiled_layer_of_experts_is_so_many_launches(train_on_gpus, tmp_path
 
 @only_with_compile
 def test_a_compiled_step_rounds_the_state_of_a_parameter_by_few_launches(train_on_gpus, tmp_path):
-    """Two copies to float32, one kernel for both means, and the optimizer's own; 45 otherwise."""
+    """Two copies to float32, one kernel for both means, and the optimizer's own; 40 otherwise."""
     argv = [*STEPS.split(), "--optimizer.state_dtype=bfloat16"]
     (trace,) = train_on_gpus(tmp_path, 1, argv, seconds=1200).traces
     parameters = 3 + 2 * 9

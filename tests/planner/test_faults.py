@@ -23,12 +23,18 @@ KEPT: list[Any] = []
 """What a fault does not let go."""
 
 
+def put(
+    name: str, replacement: Callable[..., Any], target: str, layout: str, **columns: Any
+) -> None:
+    """Register the replacement of a function, and the row that shows it."""
+    FAULTS[name] = row(layout, **columns), Fault("", f"titanlite.{target}", (), replacement)
+
+
 def fault(target: str, layout: str, **columns: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Register the decorated replacement of a function, and the row that shows it."""
+    """Register the decorated replacement of a function."""
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        put = Fault("", f"titanlite.{target}", (), replacement)
-        FAULTS[replacement.__name__] = row(layout, **columns), put
+        put(replacement.__name__, replacement, target, layout, **columns)
         return replacement
 
     return register
@@ -41,7 +47,7 @@ def twice(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def put_twice(name: str, target: str, layout: str, **columns: Any) -> None:
     """Register the fault that a function does its work twice."""
-    FAULTS[name] = row(layout, **columns), Fault("", f"titanlite.{target}", (), twice)
+    put(name, twice, target, layout, **columns)
 
 
 @fault("parallel.stage.Stage.forward_maybe_with_nosync", "pp2")

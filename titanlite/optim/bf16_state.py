@@ -141,8 +141,7 @@ def _is_state_tensor(value: Any) -> bool:
 
 def _round(targets: list[Tensor], values: list[Tensor], starts: list[int], seed: int) -> None:
     """Round at most two tensors of one region, which starts here in the full tensor."""
-    sizes = zip(starts, values[0].shape, strict=True)
-    box = [slice(start, start + size) for start, size in sizes]
+    box = [slice(start, start + size) for start, size in zip(starts, values[0].shape, strict=True)]
     bits = random_bits(box, seed, values[0].device)
     for number, (target, value) in enumerate(zip(targets, values, strict=True)):
         if number:
