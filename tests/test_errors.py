@@ -1,5 +1,7 @@
 """What messages share: tables, sizes, and numbers of options."""
 
+import subprocess
+import sys
 from argparse import ArgumentTypeError
 
 import pytest
@@ -22,6 +24,12 @@ def test_messages_abbreviate_and_suggest():
     assert some_of([str(i) for i in range(10)], most=2) == "\n  0\n  1\n  and 8 more"
     assert nearest("perpare", ["prepare", "show"]) == "prepare" and nearest("x", ["prepare"]) == ""
     assert [format_bytes(size) for size in (5, 1536, 3 << 30)] == ["5 B", "1.5 KiB", "3.0 GiB"]
+
+
+def test_a_message_with_an_install_command_leaves_inductor_working():
+    """Python 3.11: once a process looked for pip, setuptools, which inductor imports, fails."""
+    code = "from titanlite.errors import install_command as f; f('wandb'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_option_that_counts_is_a_whole_number_from_1():

@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_588}
+MAX_TOKENS = {"ring 1": 24_500, "rings 1 and 2": 54_000, "titanlite": 220_578}
 """Tokens of scripts/count.py. A raise is a line here, with its reason and the issue that allowed
 it:
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
@@ -73,11 +73,13 @@ def install_command(*packages: str) -> str:
     """Return the command that installs packages into this environment; uv makes environments
     without pip.
     """
-    if find_spec("pip") is None and shutil.which("uv"):
-        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
-    python = shlex.quote(sys.executable)
-    first = "" if find_spec("pip") else f"{python} -m ensurepip && "
-    return f"{first}{python} -m pip install {shlex.join(packages)}"
+    python, names = shlex.quote(sys.executable), shlex.join(packages)
+    # util.find_spec("pip") would hide setuptools' distutils, without which inductor fails
+    has_pip = PathFinder.find_spec("pip")
+    if not has_pip and shutil.which("uv"):
+        return f"uv pip install --python {python} {names}"
+    first = "" if has_pip else f"{python} -m ensurepip && "
+    return f"{first}{python} -m pip install {names}"
 
 
 def command_line(command: str, *words: str) -> str:

@@ -131,6 +131,6 @@ def test_the_laws_of_scale_have_points(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["table.py", "--quick"])
     table.main()
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["law", "64", "512"] and len(rows) == 11
+    assert header.split() == ["law", "64", "512"] and len(rows) == 12
     operations = next(row for row in rows if "operations" in row)
     assert operations.split()[-2:] == ["3", "3"], "of the store, for each exchange of a launcher"

@@ -18,8 +18,9 @@ from titanlite import cli
 from titanlite.config.load import ConfigError
 from titanlite.registry.lora import is_adapter
 from titanlite.verify import command
+from titanlite.verify.measurements import GRADIENT
 from titanlite.verify.model_under_test import read_model
-from titanlite.verify.runner import row_runner
+from titanlite.verify.runner import RowRunner
 from titanlite.verify.table import Row
 
 LORA = [*TINY, "--lora.rank=3", "--lora.alpha=12", "--optimizer.lr=0.01"]
@@ -147,10 +148,12 @@ def test_a_trained_base_takes_adapters_and_is_exported_merged_and_for_peft(pool,
 
 
 @pytest.mark.parametrize("layout", sample(("tp2", "dp2", "pp2", "dp2 x tp2"), "tp2"))
-def test_rows_of_verify_prove_the_gradients_of_adapters(pool, layout):
+def test_rows_of_verify_prove_the_gradients_of_adapters(pool, layout, tmp_path):
     model = read_model(["--lora.rank=3", "--lora.dropout=0.5"], {})
     assert "frozen" not in model.variants and "lora.rank 3" in model.name
     assert not any(row.extra == "imported" for row in command.table(model).values())
-    with row_runner(model, pool) as run:
-        result = run(Row(layout))
-        assert result.passed and "lora_" in result.what, f"{result.what} {result.error:.1e}"
+    result = RowRunner(model, tmp_path, pool, pool)(Row(layout))
+    assert result.passed, f"{result.what} {result.error:.1e}"
+    [reference] = tmp_path.glob("*.pt")
+    compared = torch.load(reference)[GRADIENT]
+    assert compared and all(map(is_adapter, compared))
