@@ -64,53 +64,56 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and numbers of the chosen experts (batch, tokens, top_k).
 
-        With them come counts of the choices (batch, experts).
+        With them come the choices of each expert.
         """
-        scores, weights, chosen, counts = self.choose(x)
+        shares, weights, chosen, counts = self.choose(x)
+        load = counts.sum(0)
         if not (self.training and torch.is_grad_enabled()):
-            return weights, chosen, counts
+            return weights, chosen, load
         total = counts
         if self.balance == "sequence":
             total = self.sum_over_sequence(counts)
-        loss = self.balance_loss(scores, total)
+        loss = self.balance_loss(shares, total)
         weights = _WithLoss.apply(weights, loss)
         if not self.runs_again():
-            self.counts += counts.sum(0)
+            self.counts += load
             self.auxiliary += loss.detach()
-        return weights, chosen, counts
+        return weights, chosen, load
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return all scores, with a gradient where the loss has one, and what `forward` returns."""
+        """Return the experts' shares of the scores (batch, experts), with a gradient where the loss
+        has one, what `forward` returns of the choices, and their counts (batch, experts).
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         bias = 0 if self.bias is None else self.bias
-        chosen = (scores.detach() + bias).topk(self.top_k).indices
+        chosen = (scores.detach() + bias).topk(self.top_k, sorted=False).indices
         experts = len(self.counts)
         if self.forced:
             in_turn = torch.arange(chosen.numel(), device=x.device) % experts
             chosen = in_turn.view_as(chosen)
         weights = scores.gather(-1, chosen)
-        choices = chosen.flatten(1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = choices.new_zeros(len(x), experts)
-        counts.scatter_add_(1, choices, torch.ones_like(choices))
+        is_chosen = chosen.flatten(1).unsqueeze(-1) == torch.arange(experts, device=x.device)
+        if self.score != "softmax":
+            scores = scores / scores.sum(-1, keepdim=True)
+        shares = scores.sum(1)
         if self.balance != "sequence":
-            scores = scores.detach()
-        return scores, weights, chosen, counts
+            shares = shares.detach()
+        return shares, weights, chosen, is_chosen.sum(1)
 
-    def balance_loss(self, scores: Tensor, total: Tensor) -> Tensor:
+    def balance_loss(self, shares: Tensor, total: Tensor) -> Tensor:
         """Return the auxiliary loss of this rank's tokens, from counts of all of the sequences.
 
         It is linear in the tokens' probabilities, so that the ranks' parts add up.
         """
         if self.balance != "sequence":
-            return scores.new_zeros(())
-        probabilities = (scores / scores.sum(-1, keepdim=True)).sum(1)
-        total = total.to(scores.dtype)
+            return shares.new_zeros(())
+        total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
-        losses = len(self.counts) * self.top_k * (total * probabilities / choices**2).sum(-1)
+        losses = len(self.counts) * self.top_k * total * shares / choices**2
         return self.coefficient * losses.sum() / self.sequences
 
 
@@ -173,7 +176,7 @@ def on_host(counts: Tensor, rows: int) -> list[int]:
 class MoE(nn.Module):
     """Send every token to its chosen experts, and sum their outputs by the router's weights."""
 
-    compiled_methods = ("in_order",)
+    compiled_methods = ("in_order", "mixed")
 
     def __init__(self, router: Router, experts: nn.Module, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -184,22 +187,28 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output of (batch, tokens, dim)."""
         weights, chosen, counts = self.router(x)
-        order, position, rows, counts = self.in_order(chosen, counts)
-        tokens = GatherRows.apply(x.flatten(0, 1), rows, position.flatten(0, 1))
-        outputs = GatherRows.apply(self.experts(tokens, counts), position, order)
-        mixed = (weights.to(x.dtype).unsqueeze(-2) @ outputs).squeeze(-2)
+        tokens, order, position = self.in_order(x, chosen)
+        mixed = self.mixed(self.experts(tokens, counts), weights, order, position)
         if self.shared is None:
             return mixed
         return mixed + self.shared(x)
 
     @staticmethod
-    def in_order(chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the order of choices by expert, their positions in it, the tokens that chose in
-        this order, and the choices of each expert.
+    def in_order(x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a row for each choice in the order of the experts, this order, and the choices'
+        positions in it.
         """
         order = chosen.flatten().argsort(stable=True)
         position = inverse(order).view_as(chosen)
-        return order, position, order // chosen.shape[-1], counts.sum(0)
+        rows = order // chosen.shape[-1]
+        tokens = GatherRows.apply(x.flatten(0, 1), rows, position.flatten(0, 1))
+        return tokens, order, position  # type: ignore[return-value]
+
+    @staticmethod
+    def mixed(outputs: Tensor, weights: Tensor, order: Tensor, position: Tensor) -> Tensor:
+        """Return the sums of the choices' outputs by weight."""
+        own = GatherRows.apply(outputs, position, order)
+        return (weights.to(own.dtype).unsqueeze(-2) @ own).squeeze(-2)
 
 
 def inverse(order: Tensor) -> Tensor:
