@@ -64,7 +64,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and numbers of the chosen experts (batch, tokens, top_k).
 
-        With them come the choices of each expert.
+        With them comes each expert's number of choices.
         """
         shares, weights, chosen, counts = self.choose(x)
         load = counts.sum(0)
@@ -81,8 +81,8 @@ class Router(nn.Module):
         return weights, chosen, load
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the experts' shares of the scores (batch, experts), with a gradient where the loss
-        has one, what `forward` returns of the choices, and their counts (batch, experts).
+        """Return the experts' shares of the scores, summed over the tokens (batch, experts) if the
+        loss needs them, what `forward` returns of the choices, and their counts (batch, experts).
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -96,13 +96,15 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        is_chosen = chosen.flatten(1).unsqueeze(-1) == torch.arange(experts, device=x.device)
+        choices = chosen.flatten(1)
+        # int64 would leave the graph.
+        counts = choices.new_zeros(len(x), experts, dtype=torch.int32)
+        counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=torch.int32))
+        if self.balance != "sequence":
+            return scores.new_zeros(()), weights, chosen, counts
         if self.score != "softmax":
             scores = scores / scores.sum(-1, keepdim=True)
-        shares = scores.sum(1)
-        if self.balance != "sequence":
-            shares = shares.detach()
-        return shares, weights, chosen, is_chosen.sum(1)
+        return scores.sum(1), weights, chosen, counts
 
     def balance_loss(self, shares: Tensor, total: Tensor) -> Tensor:
         """Return the auxiliary loss of this rank's tokens, from counts of all of the sequences.
@@ -110,7 +112,7 @@ class Router(nn.Module):
         It is linear in the tokens' probabilities, so that the ranks' parts add up.
         """
         if self.balance != "sequence":
-            return shares.new_zeros(())
+            return shares
         total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
         losses = len(self.counts) * self.top_k * total * shares / choices**2
