@@ -7,6 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$here/scripts/python.sh"
 python=$("$python" "$here/scripts/environment.py" --dev)
 cd "$here"
+unset PYTHONDONTWRITEBYTECODE  # or each of the processes that tests start compiles titanlite once more
 if [ $# -gt 0 ] && [ "$*" != --long ] && [ "$*" != --exhaustive ]; then
     exec "$python" -m pytest "$@"
 fi

@@ -70,19 +70,20 @@ class Router(nn.Module):
         load = counts.sum(0)
         if not (self.training and torch.is_grad_enabled()):
             return weights, chosen, load
-        total = counts
-        if self.balance == "sequence":
-            total = self.sum_over_sequence(counts)
-        loss = self.balance_loss(shares, total)
-        weights = _WithLoss.apply(weights, loss)
-        if not self.runs_again():
+        is_first = not self.runs_again()
+        if is_first:
             self.counts += load
-            self.auxiliary += loss.detach()
+        if shares is not None:
+            loss = self.balance_loss(shares, self.sum_over_sequence(counts))
+            weights = _WithLoss.apply(weights, loss)
+            if is_first:
+                self.auxiliary += loss.detach()
         return weights, chosen, load
 
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the experts' shares of the scores, summed over the tokens (batch, experts) if the
-        loss needs them, what `forward` returns of the choices, and their counts (batch, experts).
+    def choose(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Return the experts' shares of the scores, summed over the tokens (batch, experts), or
+        None without a loss of balance; then weights, numbers and counts (batch, experts) of the
+        chosen ones.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -101,7 +102,7 @@ class Router(nn.Module):
         counts = choices.new_zeros(len(x), experts, dtype=torch.int32)
         counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=torch.int32))
         if self.balance != "sequence":
-            return scores.new_zeros(()), weights, chosen, counts
+            return None, weights, chosen, counts
         if self.score != "softmax":
             scores = scores / scores.sum(-1, keepdim=True)
         return scores.sum(1), weights, chosen, counts
@@ -111,8 +112,6 @@ class Router(nn.Module):
 
         It is linear in the tokens' probabilities, so that the ranks' parts add up.
         """
-        if self.balance != "sequence":
-            return shares
         total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
         losses = len(self.counts) * self.top_k * total * shares / choices**2

@@ -366,7 +366,9 @@ TP2 = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    sample([(2, []), (2, ["--parallelism.pipeline_parallel_degree=2"]), (4, TP2)], (2, [])),
+    sample(
+        [(2, []), (2, ["--parallelism.pipeline_parallel_degree=2"]), (4, TP2)], (2, []), every=2
+    ),
 )
 def test_a_stream_continues_where_each_reader_was(pool, tmp_path, world, options):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")

@@ -167,7 +167,7 @@ def test_the_loss_is_over_the_trained_tokens_on_every_mesh_and_after_a_resume(po
     assert losses(tmp_path / "resumed") == pytest.approx(found["1"], rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_debug_config_runs_anywhere_and_learns_its_answers(tmp_path):
     command = [sys.executable, "-m", "titanlite", "train", "--config", "sft_debug.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

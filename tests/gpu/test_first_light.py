@@ -17,6 +17,7 @@ import pytest
 
 from tests.gpu import fake_gpu
 from tests.gpu.conftest import only_with_compile
+from tests.lanes import sample
 from tests.launch.run import ROOT, environment, left_over
 
 COMPARE_NUMBERS = {"verify", "verify experts"}
@@ -86,13 +87,19 @@ def judge(rows: dict[str, tuple[str, str]], folder: Path) -> None:
             assert "FAIL  initial value of " in line
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("gpus", "count"), [(1, 9), pytest.param(4, 9, marks=only_with_compile)])
-def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, gpus, count):
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    sample(
+        [
+            ("versions|bandw|verify experts|killed", 4),
+            ("versions|bandw|verify experts|hang|kernel|killed|memory|resume", 9),
+        ],
+        every=2,
+    ),
+)
+def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path, chosen, count):
     """The rows that compile nothing, and of verify the shorter one."""
-    rows = run_on(
-        fake_gpus, tmp_path, gpus, "versions|bandw|verify experts|hang|kernel|killed|memory|resume"
-    )
+    rows = run_on(fake_gpus, tmp_path, 1, chosen)
     assert len(rows) == count
     judge(rows, tmp_path)
 

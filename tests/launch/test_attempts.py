@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +108,18 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
 # ---------------------------------------------------------------- nodes
 
 
+LAUNCHERS: list[Node] = []
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_launcher() -> Iterator[None]:
+    """A launcher's board goes on each half a second, and a pytest process would end with it."""
+    yield
+    for node in reversed(LAUNCHERS):  # node 0's is the last: it has the store
+        node._end_board()
+    LAUNCHERS.clear()
+
+
 class Together:
     """Two launchers in threads of this process, with a real store between them."""
 
@@ -125,6 +137,7 @@ class Together:
 
         made = [self.threads.submit(make, number) for number in range(2)]
         self.nodes = [each.result(30) for each in made]
+        LAUNCHERS.extend(self.nodes)
 
     def all(self, *calls: Callable[[], Any]) -> list[Any]:
         """Return the results of calls at the same time."""
@@ -291,6 +304,7 @@ def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(tmp_pa
     config = config_of({"job.dump_folder": str(tmp_path)})
     together.nodes[1]._board.end()  # it is dead
     third = Node(Nodes(2, 1, *first.address, ""), 1, config, tmp_path / "1")
+    LAUNCHERS.append(third)
     meeting = together.threads.submit(third.meet)
     with pytest.raises(RunFailed, match="another node has failed"):
         while True:
@@ -503,7 +517,11 @@ def test_what_workers_have_forked_ends_with_them(tmp_path):
     private.mkdir()
     argv = [str(tmp_path / "child")]
     workers = Workers(argv, "", range(1), 1, address, tmp_path, private, environ, module="forks")
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     exits, reason = workers.run(lambda: None)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
     assert exits[0].code == 3 and reason is None
     child = int((tmp_path / "child").read_text())
     assert left_over([child]) == [] and os.getpid() != child

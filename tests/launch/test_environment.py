@@ -300,7 +300,7 @@ def files_of(folder: Path) -> set[Path]:
 TINY_RUN = shlex.join([*TINY, "--training.steps=1"])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_environment_of_uv_trains_by_run_train_and_stays_what_uv_made(copy, uv):
     made = shell(f"uv venv -q --python {shlex.quote(sys.executable)}", copy, uv)
     assert made.returncode == 0, made.stderr
@@ -389,8 +389,7 @@ def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_mad
     assert not (copy / ".venv").exists()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["conda", "venv"])
+@pytest.mark.parametrize("kind", sample(["conda", "venv"], long=["conda"]))
 def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(
     checkout, tmp_path, kind
 ):
@@ -447,8 +446,7 @@ def installed_by(command: str, folder: Path, *first: str | Path) -> subprocess.C
     return shell(command.removesuffix("wandb") + "--no-deps --no-build-isolation .", folder, *first)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("tool", ["uv", "pip", "neither"])
+@pytest.mark.parametrize("tool", sample(["uv", "pip", "neither"], long=["uv", "pip"]))
 def test_a_hint_names_an_installer_that_is_there(copy, checkout, uv, tmp_path, tool):
     """The package to install is the small project of `checkout`, so that no index is asked."""
     elsewhere = tmp_path / "an env"

@@ -402,7 +402,7 @@ def start_two_ranks(folder: Path, *more: str) -> tuple[subprocess.Popen, set[int
     return process, family
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     argv = [*FAULTY, "--training.dataloader.num_workers=1", "--metrics.log_freq=1"]
     process = start(argv, tmp_path, NGPU="2", FAULT="1:3:kill")

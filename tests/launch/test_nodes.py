@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,6 +60,38 @@ node = Node(Nodes(2, 0, "127.0.0.1", 0, ""), 1, JobConfig(), Path("."))
 print(time.monotonic() - began, flush=True)
 os._exit(0)
 """
+
+
+EXIT = """
+import os, sys, time
+from pathlib import Path
+from titanlite.config.schema import JobConfig
+from titanlite.launch.node import Node
+from titanlite.launch.nodes import Nodes
+from titanlite.launch.workers import _raise_on_signals
+_raise_on_signals()
+node = Node(Nodes(1, 0, "127.0.0.1", 0, ""), 1, JobConfig(), Path("."))
+node._board._look = lambda own: time.sleep(60)
+time.sleep(1)
+print("exits", flush=True)
+"""
+
+
+def test_a_signal_to_a_launcher_that_exits_ends_it_in_silence(tmp_path):
+    command = [sys.executable, "-c", EXIT]
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stdout.readline() == "exits\n"
+    time.sleep(0.5)
+    assert process.poll() is None, "it waits for its last exchange"
+    process.terminate()
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
 
 
 def seconds_to_listen(folder: Path, **extra: str) -> float:

@@ -192,7 +192,7 @@ def test_of_facts_that_the_last_start_logged_too_only_the_names_are_shown(tmp_pa
     assert (tmp_path / "launcher.log").read_text().splitlines() == planned
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_second_start_is_short_and_its_log_has_all(tmp_path):
     argv = [word for word in TINY if word != "--checkpoint.no_enable"]
     first = train([*argv, "--training.steps=2"], tmp_path, NGPU="2")[1]
@@ -244,7 +244,7 @@ def test_keys_without_effect_are_told_if_the_user_set_them_and_config_lists_all(
     ), "one's own copy"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_start_names_only_what_the_user_set_without_effect(tmp_path):
     code, out = train([*TINY, "--training.steps=1", "--generate.tokens=3"], tmp_path, NGPU="1")
     assert code == 0 and "validation.freq" not in out, out

@@ -57,7 +57,7 @@ def test_a_page_of_help_is_as_wide_as_the_terminal(command, width):
     assert max(len(line) for line in lines if not is_typed(line)) >= width - 12, "and no narrower"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_lines_of_a_start_break_between_words(tmp_path):
     argv = [*TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}"]
     lines = [line.rpartition("\r")[2] for line in on_a_terminal(40, "train", *argv)]
@@ -90,7 +90,7 @@ def test_the_last_column_of_a_table_breaks_at_the_edge_of_the_terminal():
     assert lines[start + 1] == "              schema of all configs"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_line_of_progress_fits_a_narrow_terminal(tmp_path):
     argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
     lines = [part for line in on_a_terminal(60, "train", *argv) for part in line.split("\r")]
@@ -115,8 +115,9 @@ def test_a_terminal_that_lacks_characters_gets_question_marks(argv, encoding):
     assert done.returncode == 0 and done.stderr == b"" and b"?" in done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda environ: next(iter(environ)))
+@pytest.mark.parametrize(
+    "encoding", sample(ENCODINGS, long=ENCODINGS[:1]), ids=lambda environ: next(iter(environ))
+)
 def test_a_run_on_a_terminal_that_lacks_characters(encoding, tmp_path):
     (tmp_path / "own.toml").write_text('[job]\ndescription = "r…n"\n', encoding="utf-8")
     argv = [

@@ -287,7 +287,7 @@ def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
         require_sinks(job([*TINY, "--metrics.enable_wandb"], world=1).config)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @needs_wandb
 def test_a_missing_api_key_is_an_error_without_a_traceback(tmp_path):
     home = {

@@ -93,7 +93,7 @@ SAME_BITS = {  # ranks, and further options
 }
 
 
-@pytest.mark.parametrize("case", sample(SAME_BITS, "AdamW", every=2))
+@pytest.mark.parametrize("case", sample(SAME_BITS, "AdamW", every=4))
 def test_training_has_the_bits_of_state_in_memory(pool, tmp_path, disk, case):
     world, words = SAME_BITS[case]
     argv = [*TINY, *UNEVEN, OFFLOAD, *words.split()]
@@ -149,7 +149,7 @@ RESUMED = [  # ranks before and after, and whether the state is on a disk
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), sample(RESUMED, RESUMED[2]))
+@pytest.mark.parametrize(("before", "after"), sample(RESUMED, RESUMED[2], every=2))
 def test_a_checkpoint_continues_with_the_same_bits_on_a_disk_and_in_memory(
     pool, tmp_path, disk, before, after
 ):
@@ -202,7 +202,7 @@ print((most[0] - before) / size)
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_tenth_of_the_state_is_in_memory(disk):
     """Of 416 MB; the same in memory does not fit under the limit of anonymous memory."""
     command = [sys.executable, "-c", MEASURED]
@@ -290,7 +290,7 @@ def test_what_was_reserved_before_a_failure_is_given_back(small_disk):
     assert os.listdir(small_disk) == ["lost+found"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_is_refused_with_a_line_and_a_killed_one_leaves_nothing(small_disk, disk, tmp_path):
     refused = start([*LARGE, on(small_disk)], tmp_path / "a", NGPU="2")
     output = refused.communicate()[0]

@@ -99,7 +99,7 @@ def steps(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("balance", "way"), sample([(b, way) for way in WAYS for b in BALANCES], *SAMPLE, every=2)
+    ("balance", "way"), sample([(b, way) for way in WAYS for b in BALANCES], *SAMPLE, every=5)
 )
 def test_a_step_s_balance_is_that_of_one_process(pool, tmp_path, balance, way):
     """Of every rank: biases and weights; counts and what is logged of all of its stages."""

@@ -172,7 +172,7 @@ EVERY_MODEL = [name for name, (_, words) in TECHNIQUES.items() if "--compile.ena
         ),
         ("replicated", "llama3 tied"),
         ("cpu offload, replicas, deferred", "gpt2"),
-        every=2,
+        every=3,
     ),
 )
 def test_technique_changes_no_number_and_no_name(pool, alone, tmp_path, model, technique):

@@ -206,11 +206,9 @@ TECHNIQUES = {  # ranks, options of the mesh, of the run, of the model
 
 
 TECHNIQUES_IN_CI = (
-    "dim 1", "uneven in block's group", "compiled, tp", "recomputed, compiled, tp",
-    "by operation, compiled", "prefetching, recomputed, blocks in one group",
-    "offloaded, replicas, tp", "kept whole, experts in block's group", "frozen experts, tp",
-    "interleaved stages", "split backward pass, tp", "stages, recomputed, compiled", "ulysses",
-    "bias",
+    "dim 1", "uneven in block's group", "prefetching, recomputed, blocks in one group",
+    "kept whole, experts in block's group", "frozen experts, tp", "interleaved stages",
+    "stages, recomputed, compiled", "ulysses", "bias",
 )  # fmt: skip
 
 
@@ -408,9 +406,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "experts", sample([4, 12, 6], long=[12]), ids=["dim 0", "strided", "dim 1"]
-)
+@pytest.mark.parametrize("experts", sample([4, 12, 6], long=[]), ids=["dim 0", "strided", "dim 1"])
 def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, experts):
     """Expert weights and their state, split on dimension 0 by ep, and by FSDP2 on dimension 0 or
     1.
@@ -563,7 +559,7 @@ def test_no_later_step_compiles_for_other_numbers_of_tokens(tmp_path):
     assert [each["recompiles"] for each in records(tmp_path) if "recompiles" in each] == [0] * 5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_command_trains_on_four_ranks_what_one_process_trains(tmp_path):
     """From the launcher, with the equal losses and norms that the tables of a run show, and float8
     around experts.

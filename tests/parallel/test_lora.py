@@ -147,7 +147,7 @@ def test_a_trained_base_takes_adapters_and_is_exported_merged_and_for_peft(pool,
     assert (merged - beside).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("layout", sample(("tp2", "dp2", "pp2", "dp2 x tp2"), "tp2"))
+@pytest.mark.parametrize("layout", sample(("tp2", "dp2", "pp2", "dp2 x tp2"), "tp2", long=["pp2"]))
 def test_rows_of_verify_prove_the_gradients_of_adapters(pool, layout, tmp_path):
     model = read_model(["--lora.rank=3", "--lora.dropout=0.5"], {})
     assert "frozen" not in model.variants and "lora.rank 3" in model.name

@@ -212,7 +212,7 @@ ROWS = [
         ("gpt2", 2, "1F1B", ""),
         ("llama3", 4, "ZBVZeroBubble", ""),
         ("llama3", 4, "1F1B", TP2),
-        every=4,
+        every=8,
     ),
 )
 def test_pp_changes_no_number(pool, alone, tmp_path, model, world, schedule, words):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import sample
 from titanlite.cli import main
 from titanlite.verify.command import table
 from titanlite.verify.model_under_test import read_model
@@ -82,16 +83,18 @@ def test_a_parameter_without_a_module_of_its_own_is_not_split(tmp_path, monkeypa
     assert main(argv) == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "whole", "layouts"),
-    [
-        ("unsplit", ["layers.*.feed_forward.*", "*norm*"], ["tp2", "dp2 x tp2"]),
-        ("unsplit_gpt2", ["output*", "layers.*.feed_forward.*"], ["tp2", "pp2 x tp2"]),
-        ("unsplit_moe", ["layers.*.moe.experts*"], ["tp2", "dp2", "cp2 x tp2"]),
-        ("unsplit_moe", ALL, ["dp2", "cp2", "pp2", "hsdp2x2"]),
-        ("unsplit_moe", ["tok*", "output*", "*attention*"], ["ep2", "dp2 x cp2"]),
-    ],
+    sample(
+        [
+            ("unsplit", ["layers.*.feed_forward.*", "*norm*"], ["tp2", "dp2 x tp2"]),
+            ("unsplit_gpt2", ["output*", "layers.*.feed_forward.*"], ["tp2", "pp2 x tp2"]),
+            ("unsplit_moe", ["layers.*.moe.experts*"], ["tp2", "dp2", "cp2 x tp2"]),
+            ("unsplit_moe", ALL, ["dp2", "cp2", "pp2", "hsdp2x2"]),
+            ("unsplit_moe", ["tok*", "output*", "*attention*"], ["ep2", "dp2 x cp2"]),
+        ],
+        every=5,
+    ),
 )
 def test_rows_that_nothing_splits_have_the_gradients_of_one_process(pool, name, whole, layouts):
     model = read_model(argv_of(name, whole), {})

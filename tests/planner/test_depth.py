@@ -32,7 +32,7 @@ TECHNIQUES = [
 ACCUMULATING = ["--training.global_batch_size=20", "--training.loss_chunks=4"]
 
 
-@pytest.mark.parametrize(("flags", "world"), sample(TECHNIQUES, TECHNIQUES[0]))
+@pytest.mark.parametrize(("flags", "world"), sample(TECHNIQUES, TECHNIQUES[0], every=2))
 def test_two_shallow_rehearsals_give_any_depth(flags, world):
     layers = 13 if "--parallelism.fsdp_blocks_per_group=2" in flags else 7
     deep = job([*TINY, f"--model.overrides.n_layers={layers}", *flags], world)

@@ -31,7 +31,7 @@ OTHERS = [one for one in [*LAYOUTS, *TECHNIQUES] if one not in QUICK]
 """With a third of the rows of techniques: `titanlite plan --selftest` has them all."""
 
 
-@pytest.mark.parametrize("plan_row", sample([*QUICK, *OTHERS], *QUICK, every=8), ids=str)
+@pytest.mark.parametrize("plan_row", sample([*QUICK, *OTHERS], *QUICK, every=16), ids=str)
 def test_a_rehearsal_equals_real_processes_to_the_byte(plan_row, pool, tmp_path):
     assert not check(plan_row, tmp_path, pool)
 

@@ -226,7 +226,7 @@ def test_405b_on_512_gpus_takes_30_cpu_seconds_and_4_gib_at_most():
     assert "llama3 405B on 512 h100-80g GPUs: dp_shard 64 x tp 8" in out and "It fits" in out
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_a_search_writes_is_a_config_to_lay_over_and_the_best_can_be_measured(
     tmp_path, capsys
 ):

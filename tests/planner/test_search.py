@@ -224,7 +224,7 @@ def test_changes_are_rehearsed_and_fit():
         assert change.speed.bound > 0 and change.option.startswith("--")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), load_hardware("h100-80g"))
     assert [change.option.split()[-2:] for change in found] == [

@@ -10,6 +10,7 @@ import base64
 import json
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,13 @@ Answer = tuple[int, dict[str, str], bytes]
 def needs_extra() -> None:
     for package in ("huggingface_hub", "hf_xet", "pyarrow"):
         pytest.importorskip(package)
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what the server did wrong, not that a client has ended its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Hub:
@@ -65,7 +73,7 @@ class Hub:
 
             do_POST = do_HEAD = do_GET
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

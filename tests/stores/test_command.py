@@ -59,7 +59,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(each["step"], each["loss"]) for each in records(folder) if "loss" in each]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     url, proxy, tmp_path
 ):
@@ -160,7 +160,7 @@ def test_what_is_not_there_yet_is_refused_by_name(key, value, line):
     assert f'{key} = "{value}"' in str(caught.value) and line in str(caught.value)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_without_a_disk_that_is_killed_goes_on_by_the_same_command(url, proxy, tmp_path):
     here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]

@@ -14,6 +14,7 @@ import pytest
 import titanlite
 from tests.checkpoint.saved import SAVING, keeping_log
 from tests.checkpoint.test_resume import logged
+from tests.lanes import sample
 from tests.stores.runs import QUIET, TO, put, run_at, whole_steps
 from tests.stores.server import NOTHING, credentials
 from titanlite.checkpoint import lease, transfer
@@ -122,14 +123,16 @@ def test_faults_on_the_way_cost_no_step(train, proxy, url):
     assert whole_steps(url)[-1] == 3 and len(met) > 10
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        ("rank-1.safetensors", {"hang": 99}),
-        ("state.json", {"status": 403}),
-        (MANIFEST, {"status": 403}),
-    ],
+    sample(
+        [
+            (MANIFEST, {"status": 403}),
+            ("rank-1.safetensors", {"hang": 99}),
+            ("state.json", {"status": 403}),
+        ],
+        every=3,
+    ),
 )
 def test_a_save_that_the_store_refuses_is_absent_and_its_remains_are_removed(
     train, straight, proxy, url, name, fault

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY
+from tests.lanes import sample
 from tests.launch.run import finish, records, start
 from tests.stores.server import credentials, mistake
 from tests.stores.test_shards import cached, folder, put
@@ -36,7 +37,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
     return [(each["step"], each["loss"]) for each in records(out) if "loss" in each]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_losses_are_those_of_a_folder_cold_caching_and_cached_and_resumed_in_each(
     folder, url, proxy, tmp_path
 ):
@@ -58,8 +59,9 @@ def test_losses_are_those_of_a_folder_cold_caching_and_cached_and_resumed_in_eac
         assert code == 0 and losses(own) == expected, out
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", ["no bucket", "no manifest", "no key", "no answer"])
+@pytest.mark.parametrize(
+    "case", sample(["no manifest", "no answer", "no bucket", "no key"], every=2)
+)
 def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
     url, here, line = mistake(case, url, proxy.port, tmp_path)
     line = line or f"{url} has no manifest.json"

@@ -269,7 +269,7 @@ def test_a_terminal_without_blocks_has_a_chart_of_other_characters(run, monkeypa
     assert re.search(r"loss +3 +#.*_", out.read())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_launcher_leaves_the_places_of_its_ranks(tmp_path, capsys):
     assert train([*TINY, "--training.steps=3"], tmp_path, NGPU="2")[0] == 0
     places = json.loads((tmp_path / "logs/ranks.json").read_text())

@@ -47,7 +47,7 @@ def script(page: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", sample(PROOFS, long=["own-text", "new-model"]))
+@pytest.mark.parametrize("name", sample(PROOFS, long=["own-text"]))
 def test_the_commands_of_a_tutorial_do_their_work(name, tmp_path):
     page = (ROOT / f"docs/tutorial-{name}.md").read_text(encoding="utf-8")
     if "import AutoModel" in page:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import TINY, job, trainer
+from tests.lanes import sample
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.cluster import RankInfo
@@ -260,8 +261,9 @@ def lines_with_a_slow_rank(argv: list[str], folder: str, slow: int) -> list[str]
         return check_network(build_mesh(found.layout, "cpu").world, CPU, everyone)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "argv"), [(4, []), (4, PAIRS), (8, []), (8, PAIRS)])
+@pytest.mark.parametrize(
+    ("world", "argv"), sample([(4, PAIRS), (8, []), (4, []), (8, PAIRS)], every=2)
+)
 def test_a_rank_that_is_late_is_named(pool, tmp_path, world, argv):
     ranks = pool if world == 4 else Pool(world)
     try:

@@ -30,7 +30,7 @@ from titanlite.fault.inspection import RankProcess, inspect
 from titanlite.fault.status import Decision, Ended, Inspection, Status, Verdict
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.terminal import say
-from titanlite.launch.workers import kill_group
+from titanlite.launch.workers import Signaled, kill_group
 from titanlite.runtime.cluster import RESOLVER, raise_file_limit
 from titanlite.runtime.page import read_pages
 from titanlite.runtime.rank_files import ATTEMPT, RANKS, STACK, attempt_prefix, rank_file
@@ -88,7 +88,7 @@ class Node:
         decide = self._decider.look if self._decider else None
         self._board = Board(link, self.rank, nodes.count, own, self._look, self._inspect, decide)
         self._board.start()
-        atexit.register(self._board.end)
+        atexit.register(self._end_board)
 
     @property
     def decision(self) -> Decision:
@@ -289,6 +289,11 @@ class Node:
         )
 
     # ---------------------------------------------------------------- the board
+
+    def _end_board(self) -> None:
+        """End the exchanges when the process exits; a signal ends only the wait for the last."""
+        with suppress(Signaled):
+            self._board.end()
 
     def _check(self) -> None:
         board = self._board
