@@ -79,7 +79,7 @@ class Link:
         while True:
             try:
                 return self._try(operation)
-            except (dist.DistError, RuntimeError, OSError) as error:
+            except (RuntimeError, OSError) as error:
                 self._store, now = None, time.monotonic()
                 is_refused = isinstance(error, ConnectionRefusedError)
                 self._refused_at = (self._refused_at or now) if is_refused else 0.0

@@ -40,8 +40,8 @@ class Signaled(BaseException):
     """A signal that ends the launcher and its workers."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
         self.number = signal.Signals(number)
+        super().__init__(self.number.name)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Workers:
         _raise_on_signals()
         processes: dict[int, subprocess.Popen[bytes]] = {}
         ending = signal.SIGKILL  # to a rank SIGTERM is a request to save and stop
-        exits: dict[int, Exit] = {}
         reason = None
         try:
             for rank in self.ranks:

@@ -114,7 +114,7 @@ class Bucket:
         with self.explained(key):
             try:
                 asyncio.run(put())
-            except (TimeoutError, asyncio.TimeoutError):
+            except asyncio.TimeoutError:
                 why = f"{size:,} bytes took more than {limit:.0f} s"
                 raise Unreachable(f"{self.url}/{key}: {why}") from None
             except Exception:
