@@ -40,7 +40,7 @@ PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
 LANES = "titanlite's lanes"
 ABORTS = Path(tempfile.gettempdir(), "titanlite-test-aborts.log")
-SLOW_FILES = {"test_tutorials", "test_first_light", "test_shards_command", "test_container"}
+SLOW_FILES = {"test_tutorials", "test_first_light", "test_slurm", "test_restart", "test_container"}
 """Of few tests. They come first: the last file of a run keeps one of its processes busy alone."""
 ABORT = "abort of a rank:"
 """Begins each record in ABORTS."""

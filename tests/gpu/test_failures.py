@@ -27,6 +27,7 @@ def verdict(folder) -> str:
     ).stdout
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(train_on_gpus, tmp_path):
     saving = "--checkpoint.enable --checkpoint.interval=2 --checkpoint.async_mode=disabled"
     ran = train_on_gpus(tmp_path, 2, [*QUICK, *saving.split()], INJURY="kill:backward:1:4")

@@ -74,7 +74,7 @@ def test_a_killed_launcher_takes_the_computation_with_it():
     assert family and left_over(family) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_prints_two_lines_of_its_plan_unless_switched_off(tmp_path):
     process = start([*TINY, "--job.plan", "--training.steps=1000000"], tmp_path, NGPU="2")
     lines: list[str] = []
