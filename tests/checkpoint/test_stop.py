@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY
+from tests.lanes import sample
 from tests.launch.run import descendants, finish, left_over, records, start, train
 from tests.observe.test_sinks import tensorboard
 from titanlite.checkpoint.manifest import committed
@@ -25,7 +26,7 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved_and_resumes(
     tmp_path,
 ):
@@ -80,8 +81,9 @@ def test_a_run_survives_a_hangup_under_nohup_and_when_stopped_says_what_is_saved
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("other", ["in another folder", "whose record was deleted"])
+@pytest.mark.parametrize(
+    "other", sample(["in another folder", "whose record was deleted"], every=2)
+)
 def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(tmp_path, other):
     argv = [
         *TINY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.lanes import sample
 from titanlite.checkpoint.load import load_tensors
 
 OPTIONS = (
@@ -13,8 +14,9 @@ OPTIONS = (
 ).split()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode", sample(["disabled", "async_with_pinned_mem"], long=["async_with_pinned_mem"])
+)
 def test_a_resume_fills_offloaded_parameters(train_on_gpus, tmp_path, mode):
     """A fake GPU gives no gradient, so that every step keeps the initial values."""
     argv = [*OPTIONS, f"--checkpoint.async_mode={mode}"]

@@ -64,7 +64,7 @@ def test_few_blocks_and_micro_batches_give_a_deep_pipeline(shape, size, more):
     assert_equal_to_the_whole(pipelined(shape, more, size))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_few_blocks_and_micro_batches_give_a_deep_pipeline_of_experts():
     more = "--parallelism.expert_parallel_degree=2 --activation_checkpoint.mode=full"
     assert_equal_to_the_whole(pipelined("2 1F1B 6 15", more, 2, MOE))
