@@ -416,7 +416,8 @@ def test_a_killed_rank_is_named_and_its_loader_exits(tmp_path):
     assert left_over(family) == []
 
 
-@pytest.mark.parametrize("kind", sample(["segv", "core"], long=[]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["segv", "core"])
 def test_a_rank_that_crashes_in_a_library_leaves_its_stack(tmp_path, kind):
     """Where it also leaves its core, that takes a while, in which its peers lose it."""
     argv = [*TINY, "--model.package=injured"]
