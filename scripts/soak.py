@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 from tests.jobs import TINY  # noqa: E402
-from tests.launch.run import descendants, left_over, records, start  # noqa: E402
+from tests.runs import descendants, left_over, records, start  # noqa: E402
 from titanlite.checkpoint.load import load_tensors  # noqa: E402
 from titanlite.checkpoint.manifest import committed, step_folder  # noqa: E402
 from titanlite.errors import FAILED, OK, STOPPED  # noqa: E402

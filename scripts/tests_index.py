@@ -25,7 +25,7 @@ Folders have the names of
 `faults` and `multinode` start whole runs.
 - Helpers for all: `conftest.py` has the pool of ranks and the two lanes, \
 `lanes.py` marks long samples, `jobs.py` has
-  small jobs, `launch/run.py` starts the command as a person does, \
+  small jobs, `runs.py` starts the command as a person does, \
 `outside/` has models and converters of users'
   packages.
 - `./scripts/test.sh tests/data -k order` runs a selection; \

@@ -26,8 +26,16 @@ from titanlite.train.trainer import Trainer
 from titanlite.train.validate import validation_loss
 
 OUTSIDE = str(Path(__file__).parent / "outside")
+TEXT = Path(__file__).parent / "text"
+"""Two small data sets of text, `train` and `held_out`, the same on every Python."""
 
-QUIET = (
+QUIET = [
+    "--training.dataset=text",
+    f"--training.dataset_path={TEXT / 'train'}",
+    "--validation.dataset=text",
+    f"--validation.dataset_path={TEXT / 'held_out'}",
+]
+QUIET += (
     "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 "
     "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end "
     "--checkpoint.no_enable --job.device=cpu --job.no_plan --fault.no_preflight"

@@ -12,7 +12,7 @@ from benchmarks import gpu, overhead, plan_gpu, ratios
 from benchmarks.plain import Plain, write_tokens
 from benchmarks.scale import table
 from tests.lanes import sample
-from tests.launch.run import records
+from tests.runs import records
 from titanlite.models.llama3 import FLAVORS
 from titanlite.observe.run_folder import git_revision
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.jobs import FLOAT64, TINY, trainer
-from tests.launch.run import records
+from tests.runs import records
 from titanlite import cli
 from titanlite.checkpoint.base import digest
 from titanlite.checkpoint.manifest import read_manifest

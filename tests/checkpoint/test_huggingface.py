@@ -22,7 +22,7 @@ from tests.checkpoint.saved import SAVING, everyone, keeping_log, run_until
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, QUIET, TINY, job, trainer, weights
 from tests.lanes import sample
-from tests.launch.run import records, train
+from tests.runs import records, train
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files

@@ -11,8 +11,8 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import descendants, finish, left_over, records, start, train
 from tests.observe.test_sinks import tensorboard
+from tests.runs import descendants, finish, left_over, records, start, train
 from titanlite.checkpoint.manifest import committed
 
 LONG = [*TINY, "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.async_mode=async"]

@@ -20,7 +20,7 @@ import torch
 
 from tests.data.assets import make_assets
 from tests.jobs import QUIET, TINY, job
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite.cli import main
 from titanlite.config.schema import Dataloader
 from titanlite.data import documents as documents_module

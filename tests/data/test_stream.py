@@ -13,7 +13,7 @@ import torch
 
 from tests.jobs import TINY, job, trainer, validated
 from tests.lanes import sample
-from tests.launch.run import train
+from tests.runs import train
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
 from titanlite.data.loader import BatchPrefetcher, build_loader

@@ -8,8 +8,8 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import finish, start
 from tests.launch.test_nodes import free_port, node
+from tests.runs import finish, start
 from titanlite.fault.stall import (
     ENDED,
     IN_KERNEL,

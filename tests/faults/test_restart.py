@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.jobs import TINY, run_to_end
-from tests.launch.run import descendants, finish, records, start, train
 from tests.launch.test_nodes import free_port
+from tests.runs import descendants, finish, records, start, train
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP
 

@@ -17,8 +17,8 @@ import torch
 
 from tests.jobs import TINY, run_to_end
 from tests.lanes import sample
-from tests.launch.run import descendants, finish, left_over, records, start
 from tests.launch.test_nodes import free_port
+from tests.runs import descendants, finish, left_over, records, start
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import committed, step_folder
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.launch import run
+from tests import runs
 
 SOURCE = Path(__file__).with_name("fake_gpu.c")
 LIBRARY = "libfake_gpu.so"
@@ -237,5 +237,5 @@ def train(
     """Run `titanlite train`; a step is logged if it is the first or the last."""
     traced = folder / "traces"
     variables = {**environment(library, traced, gpus), **environ}
-    code, out = run.finish(run.start([*OPTIONS, *argv], folder / "run", **variables), seconds)
+    code, out = runs.finish(runs.start([*OPTIONS, *argv], folder / "run", **variables), seconds)
     return Ran(code, out, folder / "run", read_traces(traced))

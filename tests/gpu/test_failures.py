@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite.errors import FAILED
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,7 @@ import pytest
 from tests.gpu import fake_gpu
 from tests.gpu.conftest import only_with_compile
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment, left_over
+from tests.runs import ROOT, environment, left_over
 
 COMPARE_NUMBERS = {"verify", "verify experts"}
 """On fake GPUs all that the host reads is zero."""

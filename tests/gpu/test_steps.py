@@ -17,7 +17,7 @@ from tests.gpu import fake_gpu
 from tests.gpu.conftest import COMPILE
 from tests.gpu.fake_gpu import Event, Ran, Trace, mismatches
 from tests.lanes import sample
-from tests.launch.run import ROOT
+from tests.runs import ROOT
 
 # steps 2 and 3 are not logged
 STEPS = "--training.steps=4 --training.seq_len=64 --training.local_batch_size=4"

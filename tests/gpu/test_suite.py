@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu import fake_gpu
 from tests.lanes import sample
-from tests.launch.run import ROOT
+from tests.runs import ROOT
 
 WAITING = ("tests/train/test_waiting.py", "synchronizes and False", 14)
 FILES = [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.gpu import fake_gpu
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 
 
 @pytest.mark.parametrize(

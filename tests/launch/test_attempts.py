@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.jobs import TINY, job, run_to_end
-from tests.launch.run import left_over
 from tests.launch.test_nodes import free_port
+from tests.runs import left_over
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
 from titanlite.fault.decide import Restarts

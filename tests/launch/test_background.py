@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, environment, left_over, start
+from tests.runs import ROOT, environment, left_over, start
 from titanlite.launch.background import BackgroundLines
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 
 BACKEND = '''
 import zipfile

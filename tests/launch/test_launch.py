@@ -19,7 +19,8 @@ import pytest
 
 from tests.jobs import PARROT, TINY, job
 from tests.lanes import sample
-from tests.launch.run import (
+from tests.launch.test_nodes import free_port
+from tests.runs import (
     ROOT,
     descendants,
     environment,
@@ -29,7 +30,6 @@ from tests.launch.run import (
     start,
     train,
 )
-from tests.launch.test_nodes import free_port
 from titanlite.checkpoint.status import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from

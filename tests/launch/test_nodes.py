@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import environment, finish, records, start, train
+from tests.runs import environment, finish, records, start, train
 from titanlite.cli import main
 from titanlite.errors import UserError
 from titanlite.fault.board import ANSWER_SECONDS

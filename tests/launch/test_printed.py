@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import environment, train
+from tests.runs import environment, train
 from titanlite.cli import main
 
 PYTHON = shlex.quote(sys.executable)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import finish, records, start, train
+from tests.runs import finish, records, start, train
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.cli import main
 from titanlite.config.load import load, parse_command_line

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, environment, train
+from tests.runs import ROOT, environment, train
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line

@@ -13,7 +13,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENCODINGS = [{"PYTHONIOENCODING": "latin-1"}, POSIX]

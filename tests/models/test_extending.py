@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite.cli import main
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.pool import Pool

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.jobs import QUIET, job, relative_error, run_to_end
 from tests.lanes import sample
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite import cli
 from titanlite.checkpoint.hf.export import export
 from titanlite.checkpoint.hf.load import HuggingFaceFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs import FLOAT64, TINY
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 
 SCRIPT = str(ROOT / "scripts" / "multinode" / "namespaces.sh")
 REFUSED = 2

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch.run import ROOT
 from tests.multinode.hosts import Hosts
+from tests.runs import ROOT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 PLUGINS = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import run_to_end
-from tests.launch.run import finish, records
 from tests.multinode.hosts import ARGV, Hosts
+from tests.runs import finish, records
 
 pytestmark = pytest.mark.long
 SAVING = [

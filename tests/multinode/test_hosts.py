@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.run import finish, records, start
 from tests.multinode.hosts import ARGV, Hosts
 from tests.multinode.slurm import wait_until
+from tests.runs import finish, records, start
 
 pytestmark = pytest.mark.long
 LIMIT = 300

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import sample
-from tests.launch.run import ROOT, records, train
 from tests.multinode.hosts import ARGV, Hosts, NoHosts
 from tests.multinode.slurm import Slurm, missing, wait_until
+from tests.runs import ROOT, records, train
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
 
 pytestmark = pytest.mark.long

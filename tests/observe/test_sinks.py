@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.checkpoint.saved import keeping_log
 from tests.jobs import TINY, job, run_to_end
-from tests.launch.run import finish, start, train
+from tests.runs import finish, start, train
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.metrics import JsonLines, TensorBoard
 from titanlite.observe.trackers import require_sinks

@@ -23,8 +23,8 @@ import torch
 from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.jobs import MOE, TINY, job, trainer
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment, start
 from tests.optim.test_skip import changes_of_steps
+from tests.runs import ROOT, environment, start
 from titanlite.config.load import ConfigError
 from titanlite.errors import RunFailed, UserError
 from titanlite.launch.preflight import check_machine

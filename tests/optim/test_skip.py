@@ -16,8 +16,8 @@ import torch
 from tests.checkpoint.saved import SAVING, digests, keeping_log, steps_in
 from tests.jobs import MOE, TINY, job, trainer
 from tests.lanes import sample
-from tests.launch.run import train
 from tests.observe.test_sinks import tensorboard
+from tests.runs import train
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import FaultSection
 from titanlite.errors import GivenUp, RunFailed, UserError

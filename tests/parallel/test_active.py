@@ -29,8 +29,8 @@ from tests.jobs import (
     trainer,
 )
 from tests.lanes import sample
-from tests.launch.run import environment
 from tests.parallel.test_exact import SAMPLES, ragged_batch
+from tests.runs import environment
 from titanlite.config.load import ConfigError
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.runtime.torch_private import compiled_graphs

@@ -12,8 +12,8 @@ import torch
 from tests.data.test_chat import CHAT, PLAIN, chat_options, folder
 from tests.jobs import FLOAT64, QUIET, TINY, relative_error
 from tests.lanes import sample
-from tests.launch.run import records
 from tests.parallel.test_lora import LAYOUTS, trained
+from tests.runs import records
 
 SGD = "--optimizer.name=SGD --optimizer.lr=0.1 --optimizer.weight_decay=0.0"
 SGD += " --training.max_norm=1e9 --lr_scheduler.warmup_steps=0 --debug.seed=3"

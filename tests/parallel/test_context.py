@@ -28,9 +28,9 @@ from tests.jobs import (
     validated,
 )
 from tests.lanes import sample
-from tests.launch.run import train
 from tests.models.test_gpt2 import GPT2
 from tests.parallel.test_exact import SAMPLES, ragged_batch
+from tests.runs import train
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch

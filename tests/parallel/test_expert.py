@@ -30,9 +30,9 @@ from tests.jobs import (
     trainer,
 )
 from tests.lanes import sample
-from tests.launch.run import records, train
 from tests.parallel.test_context import losses, validation_and_sample
 from tests.parallel.test_exact import SAMPLES, SGD, ragged_batch
+from tests.runs import records, train
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch

@@ -13,7 +13,7 @@ import torch
 
 from tests.jobs import FLOAT64, TINY, full, job, trainer
 from tests.lanes import sample
-from tests.launch.run import records
+from tests.runs import records
 from titanlite import cli
 from titanlite.config.load import ConfigError
 from titanlite.registry.lora import is_adapter

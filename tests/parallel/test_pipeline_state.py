@@ -23,9 +23,9 @@ from tests.checkpoint.test_huggingface import exported
 from tests.checkpoint.test_load import refused
 from tests.jobs import FLOAT64, TINY, job, trainer, validated
 from tests.lanes import sample
-from tests.launch.run import descendants, finish, start
 from tests.models.test_gpt2 import GPT2
 from tests.parallel.test_context import losses
+from tests.runs import descendants, finish, start
 from tests.train.test_trainer import train_with_nan
 from titanlite.checkpoint.hf.files import split
 from titanlite.checkpoint.hf.names import Translation

@@ -7,7 +7,7 @@ import torch
 
 import titanlite.train.trainer
 from tests.jobs import QUIET, TINY, trainer
-from tests.launch.run import train
+from tests.runs import train
 from titanlite.checkpoint import source
 from titanlite.errors import RunFailed
 from titanlite.parallel.replica_check import check_replicas, content_hash

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.jobs import QUIET, TINY, job, trainer
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite.planner.placements import _parameters, describe
 
 EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from tests.jobs import TINY, job
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 from titanlite.cli import main
 from titanlite.config.hardware_table import recognize
 from titanlite.planner.goodput import LEAST_INTERVAL

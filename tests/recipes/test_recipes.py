@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, environment, records
+from tests.runs import ROOT, environment, records
 
 pytestmark = pytest.mark.long
 SCRIPTS = ROOT / "scripts"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TINY, job
-from tests.launch.run import descendants, finish, records, start
+from tests.runs import descendants, finish, records, start
 from tests.stores.server import credentials, mistake
 from titanlite.checkpoint.load import load_tensors
 from titanlite.config.load import ConfigError

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.saved import SAVING, keeping_log
 from tests.checkpoint.test_resume import logged
 from tests.jobs import trainer
-from tests.launch.run import records
+from tests.runs import records
 from tests.stores.runs import TO, put, run_at, whole_steps
 from tests.stores.server import NOTHING, credentials
 from titanlite.runtime import bucket

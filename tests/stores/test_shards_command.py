@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.run import finish, records, start
+from tests.runs import finish, records, start
 from tests.stores.server import credentials, mistake
 from tests.stores.test_shards import cached, folder, put
 

@@ -25,7 +25,7 @@ from tests.checkpoint.test_load import flip, plant
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, TINY, trainer
 from tests.lanes import sample
-from tests.launch.run import train
+from tests.runs import train
 from tests.tools.test_plot import record
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest

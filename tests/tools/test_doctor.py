@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.jobs import TINY
-from tests.launch.run import ROOT, descendants, environment, finish, start
 from tests.launch.test_nodes import free_port
+from tests.runs import ROOT, descendants, environment, finish, start
 from titanlite.tools.doctor import shown_variables
 
 SECRETS = {

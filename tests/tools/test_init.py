@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.run import environment
+from tests.runs import environment
 from titanlite.cli import main
 
 

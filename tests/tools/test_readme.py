@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import sample
-from tests.launch.run import ROOT, environment
+from tests.runs import ROOT, environment
 
 PAGES = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guide.md")]
 STARTS = (

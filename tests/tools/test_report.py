@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import TINY
-from tests.launch.run import environment, train
+from tests.runs import environment, train
 from tests.tools.test_plot import record, write
 from titanlite.cli import main
 from titanlite.config.schema import JobConfig, with_values

@@ -204,6 +204,7 @@ class Trainer:
             self.report.close()
             return
         gc.disable()  # ranks that collect garbage at different times wait for each other
+        self._thaws = not gc.get_freeze_count()  # what others have frozen stays so
         gc.collect()
         gc.freeze()  # existing objects stay; scanning them again would take 0.1 s each time
         self._start_reading()
@@ -387,7 +388,8 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the data readers and close the sinks."""
-        gc.unfreeze()
+        if self._thaws:
+            gc.unfreeze()
         gc.enable()
         self.batches.close()
         self.report.close()

@@ -6,6 +6,7 @@ their process groups. When a rank dies or is late, the error names it with its s
 starts new processes."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -202,6 +203,7 @@ def _serve(
                     current_generation = generation
                 set_collective_timeout(timeout)  # an earlier run may have changed it
                 function, args = pickle.loads(work)
+                gc.freeze()  # a run that collects garbage does not scan what was imported
                 answer = pickle.dumps(function(*args))
             except BaseException:
                 error = traceback.format_exc()

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import full, trainer
 from tests.lanes import sample
-from tests.launch.run import environment
 from tests.parallel.float8.jobs import (
     AG,
     BFLOAT16,
@@ -34,6 +33,7 @@ from tests.parallel.float8.jobs import (
     stepped,
     steps,
 )
+from tests.runs import environment
 from titanlite.parallel.dtensor import plain
 from titanlite.parallel.float8 import ROWWISE_SCALES_ON_CPU
 

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.jobs import OUTSIDE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 STARTED: list[subprocess.Popen] = []
 MARK = "TITANLITE_TEST_RUN"
 """A variable that all processes of a run inherit: its number in STARTED, by this process."""
@@ -93,12 +94,66 @@ def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
     return process.returncode, out
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    folder: Path
+    code: int
+    out: str
+    """Everything that it printed."""
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return records(self.folder)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return losses(self.folder)
+
+
+def run(argv: list[str], folder: Path, ranks: int = 1, code: int | None = 0, **environ: str) -> Run:
+    """Train to the end with so many ranks, as a person does; require the exit code unless it is
+    None.
+    """
+    found, out = finish(start(argv, folder, NGPU=str(ranks), **environ))
+    assert code in (None, found), out
+    return Run(folder, found, out)
+
+
+def command(*words: object, **environ: str) -> tuple[int, str]:
+    """Run `titanlite WORDS` in a process of its own; return its exit code and what it printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", *map(str, words)],
+        env=environment(**environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    out, _ = process.communicate(timeout=200)
+    return process.returncode, out
+
+
 def train(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
     return finish(start(argv, folder, **environ))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the logged losses by step."""
+    return {each["step"]: each["loss"] for each in records(folder) if "loss" in each}
+
+
+def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60) -> None:
+    """Wait until a run has made a file; fail with its output if it ends before."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline and process.poll() is None, finish(process)
+        time.sleep(0.02)
 
 
 def descendants(pid: int) -> list[int]:
