@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import TINY, full, trainer
+from titanlite.checkpoint import commit
 from titanlite.train.trainer import Trainer
 
 SAVING = [
     *TINY,
-    "--checkpoint.enable",
-    "--checkpoint.interval=1",
-    "--checkpoint.async_mode=async",
-    "--checkpoint.keep_latest_k=10",
+    *("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.async_mode=async"),
+    *("--checkpoint.keep_latest_k=10", "--lr_scheduler.total_steps=12", "--metrics.log_freq=1"),
 ]
-SAVING += ["--lr_scheduler.total_steps=12", "--metrics.log_freq=1"]
 
 
 class Stop(Exception):
@@ -87,25 +85,6 @@ def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str
     return {"begun": begun, "step": run.step, "state": digests(run), "data": seen, "log": lines}
 
 
-def after_save(
-    argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None
-) -> dict[str, Any]:
-    """Train to the end, changing the live state right after each call of save; return the digests
-    of the end.
-    """
-    run = trainer(argv, folder)
-    if change:
-        save = run.save
-
-        def save_then_change() -> None:
-            save()
-            change(run)
-
-        run.save = save_then_change  # type: ignore[method-assign]
-    run.train()
-    return digests(run)
-
-
 def everyone() -> dist.ProcessGroup:
     """Return the group of all ranks."""
     assert dist.group.WORLD
@@ -118,3 +97,13 @@ def rank() -> int:
 
 def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())
+
+
+def content(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> commit.Content:
+    """Return what a save of step 1 commits."""
+    documents = {"state.json": b"{}\n"}
+    return commit.Content(
+        1, tensors, values.__getitem__, None, lambda _: documents, weights_only=True
+    )

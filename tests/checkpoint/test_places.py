@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.checkpoint.saved import everyone, rank
-from tests.checkpoint.test_save import content
+from tests.checkpoint.saved import content, everyone, rank
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest
