@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.jobs import TINY, full, trainer
+from tests.jobs import TINY, full, trainer, weights
 from titanlite.checkpoint import commit
+from titanlite.errors import UserError
 from titanlite.train.trainer import Trainer
 
 SAVING = [
@@ -52,6 +53,20 @@ def keeping_log() -> tuple[logging.Logger, list[str]]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     return log, lines
+
+
+def start(argv: list[str], folder: str) -> dict[str, Any]:
+    """Start a run; return the step that it goes on from and its weights, or the error (and -1);
+    and the log.
+    """
+    log, lines = keeping_log()
+    found = {"step": -1, "error": ""}
+    try:
+        run = trainer(argv, folder, log)
+        found |= {"step": run.step, "weights": weights(run)}
+    except UserError as error:
+        found["error"] = str(error)
+    return {**found, "log": "\n".join(lines)}
 
 
 def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from tests import messages
 from tests.checkpoint import format1
 from tests.checkpoint.layouts import load_all
-from tests.checkpoint.saved import SAVING, everyone, joined, keeping_log, run_until, steps_in
+from tests.checkpoint.saved import SAVING, everyone, joined, run_until, start, steps_in
 from tests.jobs import FLOAT64, TINY, job, trainer, weights
 from tests.messages import says
 from tests.observe.test_sinks import tensorboard
@@ -89,38 +89,30 @@ def test_every_kind_of_damage_names_the_file(saved, tmp_path, damage):
         says(found, copy, "more" if damage == "more" else name)
 
 
-def start(argv: list[str], folder: str) -> tuple[int, str, list[str]]:
-    """Return the step that a run would start at, or -1; the error; and the log."""
-    log, lines = keeping_log()
-    try:
-        return trainer(argv, folder, log).step, "", lines
-    except UserError as error:
-        return -1, str(error), lines
-
-
 def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run):
     files = run.glob("checkpoint/step-3/rank-*")
     smaller, largest = sorted(files, key=lambda path: path.stat().st_size)
     damaged = [largest, run / "checkpoint/step-2" / smaller.name]
     for path in damaged:
         flip(path, 5000)
-    for step, _, log in pool.run(start, SAVING, str(run), world=2):
-        assert step == 1
-        for line, path in zip(log, damaged, strict=False):
+    for found in pool.run(start, SAVING, str(run), world=2):
+        lines = found["log"].splitlines()
+        for line, path in zip(lines, damaged, strict=False):
             says(line, path, "checksum")
-        says(log, f"step 1 from {run}/checkpoint/step-1")
+        says(lines, f"step 1 from {run}/checkpoint/step-1")
+        assert found["step"] == 1
     assert steps_in(run) == ["step-1"]
     assert len([*run.glob("previous/*/checkpoint/step-[23]")]) == 2
 
 
-def test_verify_on_load_sizes_reads_only_small_files(pool, run):
+def test_verify_on_load_sizes_reads_only_small_files(begun, run):
     argv = [*SAVING, "--checkpoint.verify_on_load=sizes"]
     flip(run / "checkpoint/step-3/rank-0.safetensors", 3000)
-    assert pool.run(start, argv, str(run), world=1)[0][0] == 3
+    assert begun(argv, run)["step"] == 3
     os.truncate(run / "checkpoint/step-3/rank-0.safetensors", 10)
-    assert pool.run(start, argv, str(run), world=1)[0][0] == 2
+    assert begun(argv, run)["step"] == 2
     flip(run / "checkpoint/step-2/environment.json", 3)  # small files are always read
-    assert pool.run(start, argv, str(run), world=1)[0][0] == 1
+    assert begun(argv, run)["step"] == 1
 
 
 def sizes_asked(folder: str) -> list[str]:
@@ -162,31 +154,30 @@ def test_what_is_asked_for_and_damaged_or_missing_is_an_error(pool, run, tmp_pat
         ([*SAVING, "--checkpoint.load_step=7"], ["checkpoint.load_step", "7", "1, 2, 3"]),
         ([*TINY, f"--checkpoint.initial_load_path={nowhere}"], [nowhere, "not a complete"]),
     ):
-        for step, message, _ in pool.run(start, argv, str(run), world=2):
-            assert step == -1
-            says(message, *named)
+        for found in pool.run(start, argv, str(run), world=2):
+            says(found["error"], *named)
 
 
-def test_a_run_with_only_damaged_checkpoints_does_not_start_over(pool, run):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(begun, run):
     for step in (1, 2, 3):
         (run / f"checkpoint/step-{step}/state.json").unlink()
-    ((step, message, log),) = pool.run(start, SAVING, str(run), world=1)
-    says(message, f"{run}/checkpoint", "3")
-    assert step == -1 and len(log) == 3
+    found = begun(SAVING, run)
+    says(found["error"], f"{run}/checkpoint", "3")
+    says(found["log"], *(f"step-{step}/state.json" for step in (1, 2, 3)))
 
 
 def test_latest_names_the_newest_step_from_the_next_start_on_if_a_kill_came_before_it_was_written(
-    pool, run
+    begun, run
 ):
     (run / "checkpoint/latest").write_text("step-2\n")
-    assert pool.run(start, SAVING, str(run), world=1)[0][0] == 3
+    assert begun(SAVING, run)["step"] == 3
     assert (run / "checkpoint/latest").read_text() == "step-3\n"
 
 
-def test_load_step_archives_later_checkpoints(pool, run):
-    ((step, _, log),) = pool.run(start, [*SAVING, "--checkpoint.load_step=1"], str(run), world=1)
-    assert step == 1
-    says(log, "(2, 3)", f"{run}/previous/")
+def test_load_step_archives_later_checkpoints(begun, run):
+    found = begun([*SAVING, "--checkpoint.load_step=1"], run)
+    says(found["log"], "(2, 3)", f"{run}/previous/")
+    assert found["step"] == 1
     assert steps_in(run) == ["step-1"] and (run / "checkpoint/latest").read_text() == "step-1\n"
     assert {record["step"] for record in records(run)} == {1}
 
@@ -205,25 +196,17 @@ def test_metrics_before_an_earlier_load_step_are_the_checkpoints_and_after_it_th
     assert tensorboard(run / "tb")["lr"] == pytest.approx(dict(found))
 
 
-def weights_of(argv: list[str], folder: str) -> dict:
-    log, lines = keeping_log()
-    run = trainer(argv, folder, log)
-    return {"step": run.step, "weights": weights(run), "log": lines}
-
-
-def test_initial_load_path_loads_weights_or_everything(pool, saved, tmp_path):
-    def begun(path: Path, *more: str) -> dict:
-        argv = [*TINY, f"--checkpoint.initial_load_path={path}", *more]
-        return pool.run(weights_of, argv, str(tmp_path), world=1)[0]
-
+def test_initial_load_path_loads_weights_or_everything(begun, saved, tmp_path):
+    path = "--checkpoint.initial_load_path="
     expected = load_tensors(saved / "checkpoint/step-3")
     for place in (saved, saved / "checkpoint"):
-        found = begun(place)
+        found = begun([*TINY, f"{path}{place}"], tmp_path)
         assert found["step"] == 0
         says(found["log"], f"{saved}/checkpoint/step-3")
         assert all(torch.equal(t, expected[f"model.{n}"]) for n, t in found["weights"].items())
     second = saved / "checkpoint/step-2"
-    found = begun(second, "--checkpoint.no_initial_load_model_only")
+    argv = [*TINY, f"{path}{second}", "--checkpoint.no_initial_load_model_only"]
+    found = begun(argv, tmp_path)
     assert found["step"] == 2
     says(found["log"], f"step 2 from {second}")
     assert steps_in(saved) == ["step-1", "step-2", "step-3"], "another run's folder is only read"
@@ -291,14 +274,19 @@ def test_exclude_from_loading_lists_what_may_differ(pool, saved, tmp_path):
         assert same == untouched
 
 
-def test_exclude_from_loading_is_refused_or_named_where_it_excludes_nothing(pool, saved, tmp_path):
+def test_exclude_from_loading_is_refused_or_named_where_it_excludes_nothing(
+    pool, begun, saved, tmp_path
+):
     path = str(saved / "checkpoint")
     ((message, same),) = pool.run(refused, TINY, str(tmp_path), path, ["data"], True, world=1)
     says(message, '"data"', "model.NAME")
     assert same
     argv = [*TINY, "--checkpoint.enable", '--checkpoint.exclude_from_loading=["data"]']
-    (found,) = pool.run(weights_of, argv, str(tmp_path), world=1)
-    says(found["log"], f"{tmp_path}/checkpoint", "no effect: checkpoint.exclude_from_loading")
+    says(
+        begun(argv, tmp_path)["log"],
+        f"{tmp_path}/checkpoint",
+        "no effect: checkpoint.exclude_from_loading",
+    )
 
 
 LLAMA = llama3.FLAVORS["debugmodel"]
@@ -323,34 +311,26 @@ def test_weights_of_a_model_with_other_fields_are_refused_with_both_values(chang
     assert check("model") == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "change"),
-    [
-        (llama3.SPEC, {"max_seq_len": 64}),
-        (llama3.SPEC, {"a_field_of_another_version": 1}),
+def test_fields_that_change_no_value_may_differ_on_the_same_weights():
+    for spec, change in (
+        (llama3.SPEC, {"max_seq_len": 64, "a_new_field": 1}),
         (gpt2.SPEC, {"dropout": 0.5}),
-    ],
-)
-def test_fields_that_change_no_value_may_differ_on_the_same_weights(spec, change):
-    flavor = spec.flavors["debugmodel"]
-    found = check_model("step-1", {**asdict(flavor), **change}, spec, flavor, ["optimizer"])
-    assert found == ["optimizer"]
+    ):
+        flavor = spec.flavors["debugmodel"]
+        saved = {**asdict(flavor), **change}
+        assert check_model("step-1", saved, spec, flavor, ["optimizer"]) == ["optimizer"]
 
 
-def test_a_run_neither_starts_from_nor_resumes_weights_of_another_model(pool, run, tmp_path):
-    def begun(argv: list[str], folder: Path, *exclude: str) -> tuple[int, str, list[str]]:
-        more = [f'--checkpoint.exclude_from_loading=["{pattern}"]' for pattern in exclude]
-        return pool.run(start, [*argv, *more], str(folder), world=1)[0]
-
+def test_a_run_neither_starts_from_nor_resumes_weights_of_another_model(begun, run, tmp_path):
     theta, field = "--model.overrides.rope_theta=2e4", "model.overrides.rope_theta"
     both = f"{field}: 10000.0", "20000.0"
+    exclude = '--checkpoint.exclude_from_loading=["{}"]'.format
     weights_only = [*TINY, theta, f"--checkpoint.initial_load_path={run}/checkpoint"]
-    says(begun(weights_only, tmp_path)[1], *both)
-    step, message, _ = begun([*SAVING, theta], run)
-    says(message, *both)
-    assert step == -1 and steps_in(run) == ["step-1", "step-2", "step-3"]
-    assert begun([*SAVING, theta], run, field)[0] == 3, "on purpose"
-    says(begun(SAVING, run, "model.overrides.rope_teta")[1], "rope_teta")
+    says(begun(weights_only, tmp_path)["error"], *both)
+    says(begun([*SAVING, theta], run)["error"], *both)
+    assert steps_in(run) == ["step-1", "step-2", "step-3"]
+    assert begun([*SAVING, theta, exclude(field)], run)["step"] == 3, "on purpose"
+    says(begun([*SAVING, exclude("model.overrides.rope_teta")], run)["error"], "rope_teta")
 
 
 def test_a_checkpoint_from_before_fields_were_saved_is_compared_by_its_config(run):
@@ -434,17 +414,17 @@ def test_a_checkpoint_of_format_1_is_loaded_bit_for_bit_and_resumed(pool, tmp_pa
     assert read_manifest(tmp_path / "checkpoint/step-3").format == 2
 
 
-def test_a_manifest_of_a_newer_format_is_refused_by_name(pool, run, capsys):
+def test_a_manifest_of_a_newer_format_is_refused_by_name(begun, run, capsys):
     path = run / "checkpoint/step-3" / MANIFEST
     path.write_bytes(replace(read_manifest(path.parent), format=3).render())
     for outline in (False, True):
         with messages.refused(path, "newer"):
             read_manifest(path.parent, outline)
-    step, message, _ = pool.run(start, SAVING, str(run), world=1)[0]
+    message = begun(SAVING, run)["error"]
     says(message, path, "newer")
     argv = [*SAVING, f"--job.dump_folder={run}"]
     assert main(["train", "--config", "debug.toml", *argv]) == 2  # no rank is started
-    assert step == -1 and capsys.readouterr().err.count(message) == 1
+    assert capsys.readouterr().err.count(message) == 1
 
 
 def broken(argv: list[str], folder: str, path: str) -> str:

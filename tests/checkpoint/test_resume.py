@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
-from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
+from tests.checkpoint.saved import SAVING, run_until, steps_in
 from tests.checkpoint.test_load import plant
 from tests.data.assets import make_assets
 from tests.jobs import QUIET, TEXT, TINY, job, trainer
@@ -30,7 +30,6 @@ from titanlite.checkpoint.source import _has_dropout
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
-from titanlite.errors import UserError
 from titanlite.layout import Batch
 from titanlite.observe.run_folder import describe_environment
 from titanlite.parallel import init, parallelize
@@ -207,27 +206,18 @@ def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):
     assert len(seeds) == 1 and seeds != {0}
 
 
-def start(argv: list[str], folder: str) -> tuple[str, str]:
-    """Start a run; return the error, if any, and the log."""
-    log, lines = keeping_log()
-    error = ""
-    try:
-        trainer(argv, folder, log)
-    except UserError as refusal:
-        error = str(refusal)
-    return error, "\n".join(lines)
-
-
-def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(pool, tmp_path):
-    def begun(*more: str) -> str:
-        return pool.run(start, [*SAVING, *more], str(tmp_path), world=1)[0][0]
+def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(
+    pool, begun, tmp_path
+):
+    def error(*more: str) -> str:
+        return begun([*SAVING, *more], tmp_path)["error"]
 
     (first,) = pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
     fingerprint = read_state(tmp_path / "checkpoint/step-1")["position"]["fingerprint"]
-    says(begun(f"--training.dataset_path={TEXT / 'held_out'}"), "[training]", fingerprint)
-    says(begun("--debug.seed=5"), "debug.seed = 5", "with 0")
+    says(error(f"--training.dataset_path={TEXT / 'held_out'}"), "[training]", fingerprint)
+    says(error("--debug.seed=5"), "debug.seed = 5", "with 0")
     over = '--checkpoint.exclude_from_loading=["data"]'
-    assert begun("--debug.seed=5", over) == ""
+    assert error("--debug.seed=5", over) == ""
     argv = [*SAVING, "--training.steps=2", over]
     (again,) = pool.run(run_until, argv, str(tmp_path), world=1)
     assert again["begun"] == 1 and again["data"] == {2: first["data"][1]}
@@ -236,7 +226,7 @@ def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_text_that_changed_is_refused_although_its_size_did_not(pool, tmp_path, tokenizer):
+def test_text_that_changed_is_refused_although_its_size_did_not(pool, begun, tmp_path, tokenizer):
     text = tmp_path / "text" / "a.txt"
     text.parent.mkdir()
     text.write_text("abc defg " * 300)
@@ -247,20 +237,20 @@ def test_text_that_changed_is_refused_although_its_size_did_not(pool, tmp_path, 
     pool.run(run_until, argv, str(tmp_path / "run"), 1, world=1)
     for content, named in {"abc gfed ": ["[training]", "fingerprint"], "abc defg ": []}.items():
         text.write_text(content * 300)
-        error = pool.run(start, argv, str(tmp_path / "run"), world=1)[0][0]
+        error = begun(argv, tmp_path / "run")["error"]
         assert bool(error) == bool(named)
         says(error, *named)
 
 
-def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(pool, tmp_path):
+def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(pool, begun, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
     folder = tmp_path / "checkpoint/step-1"
     environment = json.loads((folder / ENVIRONMENT).read_text())
-    assert "learning rates" not in pool.run(start, SAVING, str(tmp_path), world=1)[0][1]
+    assert "learning rates" not in begun(SAVING, tmp_path)["log"]
     del environment["lr_formula"]
     plant(folder, ENVIRONMENT, json.dumps(environment).encode())
-    ((error, log),) = pool.run(start, SAVING, str(tmp_path), world=1)
-    assert error == "" and log.count("learning rates") == 1
+    found = begun(SAVING, tmp_path)
+    assert found["step"] == 1 and found["log"].count("learning rates") == 1
 
 
 def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
