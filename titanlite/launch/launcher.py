@@ -13,8 +13,8 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,16 @@ from titanlite.config.options import KeysHelp
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import FAILED, INTERRUPTED, OK, REFUSED, RunFailed, UserError
+from titanlite.launch.background import planned_in_background
 from titanlite.launch.nodes import (
     Nodes,
     describe_start,
     find_device,
     find_nodes,
-    gpu_name,
+    prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
+from titanlite.launch.preflight import check_machine, data_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import ENDED, note, say
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from titanlite.launch.attempts import Attempt
     from titanlite.launch.node import Node
     from titanlite.launch.terminal import Terminal
+    from titanlite.runtime.forks import ForkServer
     from titanlite.runtime.page import EarlyExit
 
 AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
@@ -133,7 +135,8 @@ def _check_and_run(argv: list[str]) -> int:
         run_lock
     ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
-    check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
+    not_for_workers = prepare_imports(nodes, processes, os.environ)
+    prepared = check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
     if message := status.finished_message(job.config):
         say(f"titanlite: {message}")
         if others := _of_another_run(job):
@@ -142,11 +145,16 @@ def _check_and_run(argv: list[str]) -> int:
                 "nothing was trained"
             )
         return OK
+    from titanlite.launch.workers import fork_server
+
+    forks = fork_server(prepared)
+    for name in not_for_workers:
+        del os.environ[name]
     try:
         stopping = Stopping(job.config)
-        with _plan(job, nodes, device, processes) as notices:
+        with planned_in_background(job, nodes, device, processes) as notices:
             return Launch(
-                argv, loaded, job, nodes, device, processes, shown, notices, stopping
+                argv, loaded, job, nodes, device, processes, shown, notices, stopping, forks
             ).run()
     except Stopped as stopped:  # before the workers were there
         return _end_early(job, stopped.early)
@@ -187,28 +195,6 @@ def _of_another_run(job: Job) -> list[str]:
     ]
 
 
-def _plan(
-    job: Job, nodes: Nodes, device: str, processes: int
-) -> AbstractContextManager[Callable[[], list[str]]]:
-    """Plan a step of the job in the background; yield what returns the lines about it when they are
-    known.
-    """
-    asked = job.config.job.plan
-    if nodes.rank > 0 or not (device == "cuda" if asked is None else asked):
-        return nullcontext(list)
-    from titanlite.launch.background import BackgroundLines
-
-    return BackgroundLines(partial(_planned_lines, job, device, processes))
-
-
-def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
-    # In the child: the workers' start does not wait for it.
-    from titanlite.planner.plan import start_lines
-
-    gpu = gpu_name() if device == "cuda" else ""
-    return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
-
-
 @dataclass
 class Launch:
     """A checked job on this node, from the meeting of the nodes to the exit code."""
@@ -224,6 +210,7 @@ class Launch:
     notices: Callable[[], list[str]]
     """Returns lines about the plan when they are known."""
     stopping: Stopping
+    forks: ForkServer | None
     moved: set[Path] | None = None
     """Folders below previous/ that this start has made; None before it looked."""
     terminal: Terminal | None = None
@@ -301,7 +288,7 @@ class Launch:
             **worker_environment(self.nodes, self.processes, os.environ),
         }
         part = to_toml(attempt.config), attempt.ranks, attempt.world, node.address
-        workers = Workers(self.argv, *part, self.folder, private, environ)
+        workers = Workers(self.argv, *part, self.folder, private, environ, forks=self.forks)
 
         def poll() -> None:
             watch()
