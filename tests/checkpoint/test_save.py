@@ -359,24 +359,34 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert steps_to_delete(tmp_path, 0, 0, set()) == []
     cleanup.delete(tmp_path / "step-10")
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
+    empty(tmp_path, 35, 60, weights_only=True)  # they replace none that can be resumed
+    assert steps_to_delete(tmp_path, 1, 0, set()) == [20, 30]
 
 
-def test_a_weights_only_checkpoint_replaces_none_that_can_be_resumed(tmp_path):
-    empty(tmp_path, 10, 20, 30)
-    empty(tmp_path, 15, 40, weights_only=True)
-    assert steps_to_delete(tmp_path, 1, 0, set()) == [10, 20]
-    assert steps_to_delete(tmp_path, 2, 0, set()) == [10]
-
-
-def test_retention_parses_no_entry_of_a_tensor(tmp_path, monkeypatch):
-    """Parsing them holds the trainer's lock for seconds: they grow with tensors x ranks."""
+def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_step(
+    tmp_path, monkeypatch
+):
+    """Both grow with the ranks, and parsing holds the trainer's lock; what a save of this run has
+    seen complete stays so.
+    """
     chunks = tuple(Chunk((row, 0), (1, 8), "__0_0.distcp", row, 1) for row in range(2000))
     tensors = {"model.a": ListedTensor((2000, 8), "float32", "replicated", chunks)}
-    empty(tmp_path, 10, 20, 30, tensors=tensors, format=1)
-    parsed, loads = [], json.loads
+    known, looked, parsed = set[int](), list[str](), list[int]()
+    looks, loads = manifest.faults, json.loads
+
+    def looking(folder: Path, *args, **options):
+        looked.append(folder.name)
+        return looks(folder, *args, **options)
+
+    monkeypatch.setattr(manifest, "faults", looking)
     monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
-    assert steps_to_delete(tmp_path, 1, 0, set()) == [10, 20] and latest_complete(tmp_path) == 30
-    assert len(parsed) == 4 and max(parsed) < 200
+    for steps, old in (((10, 20, 30), [10]), ((40,), [20])):
+        empty(tmp_path, *steps, tensors=tensors, format=1)
+        assert steps_to_delete(tmp_path, 2, 0, known) == old
+        cleanup.delete(step_folder(tmp_path, old[0]))
+    assert looked == ["step-10", "step-20", "step-30", "step-40"]
+    assert latest_complete(tmp_path) == 40
+    assert len(parsed) == 5 and max(parsed) < 200
 
 
 def test_only_leftovers_are_cleared(tmp_path):
@@ -404,24 +414,6 @@ def leftovers(has_locks: bool, folder: str) -> list[str]:
 def test_a_save_in_progress_is_deleted_only_under_a_lock(pool, tmp_path):
     assert pool.run(leftovers, False, str(tmp_path), world=1) == [[".step-9.0123abcd.staging"]]
     assert pool.run(leftovers, True, str(tmp_path), world=1) == [[]]
-
-
-def test_retention_looks_once_at_the_files_of_each_step(tmp_path, monkeypatch):
-    """They are as many as ranks; what a save of this run has seen complete stays so."""
-    empty(tmp_path, 10, 20, 30)
-    known, looked = set[int](), list[str]()
-    looks = manifest.faults
-
-    def noted(folder: Path, *args, **options):
-        looked.append(folder.name)
-        return looks(folder, *args, **options)
-
-    monkeypatch.setattr(manifest, "faults", noted)
-    assert steps_to_delete(tmp_path, 2, 0, known) == [10]
-    cleanup.delete(tmp_path / "step-10")
-    empty(tmp_path, 40)
-    assert steps_to_delete(tmp_path, 2, 0, known) == [20]
-    assert looked == ["step-10", "step-20", "step-30", "step-40"]
 
 
 def with_slow_deletions(folder: str) -> list[list[int]]:

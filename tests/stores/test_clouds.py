@@ -1,5 +1,5 @@
 """gs:// and az:// keep what s3:// keeps: on a server of Google's interface in memory, and on
-azurite, Microsoft's own. Tests of other files run there too.
+azurite, Microsoft's own.
 """
 
 from __future__ import annotations
