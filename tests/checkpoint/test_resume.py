@@ -131,7 +131,8 @@ _GLOBAL, _LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 def test_a_global_batch_that_follows_from_the_ranks_says_how_to_keep_it(saved, now, named):
     keys = {"global_batch_size": saved[0], "local_batch_size": saved[1]}
     mesh = {"dp_replicate": saved[2], "dp_shard": 1}
-    batch = Batch(*now, 1)
+    local, ranks = now
+    batch = Batch(local, ranks, 1)
     lines = [*batch_changes(keys, mesh, Training(), batch)]
     assert len(lines) == bool(named)
     says("".join(lines), *named)

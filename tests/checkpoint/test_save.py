@@ -342,9 +342,10 @@ def test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failu
 
 
 def empty(root: Path, *steps: int, weights_only: bool = False, **more: Any) -> None:
+    content: Any = {"tensors": {}, **more}
     for step in steps:
         step_folder(root, step).mkdir()
-        manifest = Manifest(step, weights_only, {}, **{"tensors": {}, **more})
+        manifest = Manifest(step, weights_only, {}, **content)
         (step_folder(root, step) / MANIFEST).write_bytes(manifest.render())
 
 

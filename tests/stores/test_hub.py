@@ -134,10 +134,11 @@ def test_a_file_that_is_damaged_in_a_bucket_is_named(hub, tool, saved, tmp_path)
 @pytest.mark.long
 def test_the_real_command_mirrors_into_a_bucket_or_says_in_a_line_why_not(hub, tmp_path):
     argv = [*TINY, "--checkpoint.enable", f"--checkpoint.mirror={URL}"]
-    here = environment(hub.url)
+    here: Any = environment(hub.url)
     out = run(argv, tmp_path / "run", **here).out
     says(out, f"step-3 and in {URL}")
     assert "100%" not in out, "no bar of the client"
-    out = run(argv, tmp_path / "other", code=2, **{**here, "HF_TOKEN": ""}).out
+    here["HF_TOKEN"] = ""
+    out = run(argv, tmp_path / "other", code=2, **here).out
     says(out, "checkpoint.mirror", f"hf://buckets/{BUCKET}", "set HF_TOKEN")
     assert len(out.splitlines()) == 2 and not (tmp_path / "other").exists()

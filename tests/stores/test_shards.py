@@ -20,7 +20,7 @@ from tests.lanes import sample
 from tests.messages import refused, says
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
-from titanlite.config.schema import Dataloader, Training
+from titanlite.config.schema import Dataloader
 from titanlite.data import prepare as preparing
 from titanlite.data import remote
 from titanlite.data.shards import MANIFEST, ShardSource
@@ -32,6 +32,7 @@ from titanlite.launch.preflight import _open_dataset
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import copy, list_folder, read
+from titanlite.train.prepared import Prepared
 
 SAMPLES = 40
 
@@ -247,12 +248,12 @@ def test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go(sha
 
 
 def test_a_limit_below_a_shard_is_said_once_and_windows_are_read_by_range(folder, shards, tmp_path):
-    def notice_of(**settings) -> str:
-        dataloader = Dataloader(cache_folder=str(tmp_path), **settings)
-        training = Training(dataset="tokens", dataset_path=shards, dataloader=dataloader)
-        return _open_dataset("training", training, training, 256, None)
+    def notice_of(*more: str) -> str:
+        cache = f"--training.dataloader.cache_folder={tmp_path}"
+        made = job(arguments(shards, cache, *more), world=1)
+        return _open_dataset("training", made.config.training, made, Prepared())
 
-    notice = notice_of(cache_gib=1e-6)
+    notice = notice_of("--training.dataloader.cache_gib=1e-6")
     says(notice, "training.dataloader.cache_gib = 1e-06", shards)
     source = opened(shards, tmp_path, gib=1e-6)
     assert ids(source) == ids(ShardSource("training", folder, 256, 0))
