@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.jobs import TINY, full, trainer
+from tests.jobs import TINY, full, trainer, weights
+from titanlite.checkpoint import commit
+from titanlite.errors import UserError
 from titanlite.train.trainer import Trainer
 
 SAVING = [
     *TINY,
-    "--checkpoint.enable",
-    "--checkpoint.interval=1",
-    "--checkpoint.async_mode=async",
-    "--checkpoint.keep_latest_k=10",
+    *("--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.async_mode=async"),
+    *("--checkpoint.keep_latest_k=10", "--lr_scheduler.total_steps=12", "--metrics.log_freq=1"),
 ]
-SAVING += ["--lr_scheduler.total_steps=12", "--metrics.log_freq=1"]
 
 
 class Stop(Exception):
@@ -56,6 +55,20 @@ def keeping_log() -> tuple[logging.Logger, list[str]]:
     return log, lines
 
 
+def start(argv: list[str], folder: str) -> dict[str, Any]:
+    """Start a run; return the step that it goes on from and its weights, or the error (and -1);
+    and the log.
+    """
+    log, lines = keeping_log()
+    found = {"step": -1, "error": ""}
+    try:
+        run = trainer(argv, folder, log)
+        found |= {"step": run.step, "weights": weights(run)}
+    except UserError as error:
+        found["error"] = str(error)
+    return {**found, "log": "\n".join(lines)}
+
+
 def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str, Any]:
     """Train, resuming if there is a checkpoint; with `stop`, an error ends the run after that many
     steps.
@@ -87,25 +100,6 @@ def run_until(argv: list[str], folder: str, stop: int | None = None) -> dict[str
     return {"begun": begun, "step": run.step, "state": digests(run), "data": seen, "log": lines}
 
 
-def after_save(
-    argv: list[str], folder: str, change: Callable[[Trainer], None] | None = None
-) -> dict[str, Any]:
-    """Train to the end, changing the live state right after each call of save; return the digests
-    of the end.
-    """
-    run = trainer(argv, folder)
-    if change:
-        save = run.save
-
-        def save_then_change() -> None:
-            save()
-            change(run)
-
-        run.save = save_then_change  # type: ignore[method-assign]
-    run.train()
-    return digests(run)
-
-
 def everyone() -> dist.ProcessGroup:
     """Return the group of all ranks."""
     assert dist.group.WORLD
@@ -118,3 +112,13 @@ def rank() -> int:
 
 def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())
+
+
+def content(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> commit.Content:
+    """Return what a save of step 1 commits."""
+    documents = {"state.json": b"{}\n"}
+    return commit.Content(
+        1, tensors, values.__getitem__, None, lambda _: documents, weights_only=True
+    )

@@ -5,12 +5,15 @@ disk.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.saved import content
 from tests.failpoints import calling
+from tests.messages import refused
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.errors import RunFailed
@@ -18,38 +21,28 @@ from titanlite.errors import RunFailed
 TENSORS = {"model.a": torch.arange(1000.0), "model.b": torch.ones(3, 4)}
 
 
-def save(root: Path) -> None:
-    documents = {"state.json": b"{}\n"}
-    content = commit.Content(
-        1, TENSORS, TENSORS.__getitem__, None, lambda _: documents, weights_only=True
-    )
-    commit.commit(root, content, group=None)
+def save(root: Path, planned: Mapping[str, torch.Tensor] = TENSORS, **values: torch.Tensor) -> None:
+    """Commit step 1, with other values than planned, by the last part of their names."""
+    changed = {f"model.{name}": value for name, value in values.items()}
+    commit.commit(root, content(planned, {**planned, **changed}), group=None)
 
 
 @pytest.mark.parametrize(
-    ("point", "file", "reason"),
+    ("point", "file", "size", "named"),
     [
-        (
-            "file written",
-            "rank-0.safetensors",
-            "4,048 bytes of tensors were planned, -[0-9]+ are stored",
-        ),
-        (
-            "tensors stored",
-            "rank-0.safetensors",
-            ".*rank-0.safetensors: 40 bytes, [0-9,]+ were written",
-        ),
-        ("after the manifest", "state.json", ".*state.json: 1 bytes, 3 were written"),
+        ("file written", "rank-0.safetensors", 40, ["4,048 bytes", "planned"]),
+        ("tensors stored", "rank-0.safetensors", 40, ["rank-0.safetensors", "40 bytes"]),
+        ("after the manifest", "state.json", 1, ["state.json", "1 bytes"]),
     ],
     ids=["short write", "later", "document"],
 )
-def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, reason):
+def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, size, named):
     def failpoint(name: str) -> None:
         if name == point:
             (path,) = tmp_path.glob(f".step-1.*/{file}")
-            os.truncate(path, 40 if file.startswith("rank") else 1)
+            os.truncate(path, size)
 
-    with calling(failpoint), pytest.raises(RunFailed, match=f"of step 1 failed: OSError: {reason}"):
+    with calling(failpoint), refused("step 1", *named, kind=RunFailed):
         save(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
@@ -62,25 +55,28 @@ def test_a_part_that_no_rank_wrote_is_found(tmp_path, monkeypatch):
         return file, nbytes - 48
 
     monkeypatch.setattr(commit, "_write_tensors", lose_a_tensor)
-    with pytest.raises(RunFailed, match="4,048 bytes of tensors were planned, 4,000 are stored"):
+    with refused("4,048 bytes", "4,000", kind=RunFailed):
         save(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(3, 4).int(), torch.ones(4, 3), torch.ones(2, 4)])
 def test_values_of_another_type_or_shape_than_planned_are_refused(tmp_path, wrong):
-    values = {**TENSORS, "model.b": wrong}
-    content = commit.Content(1, TENSORS, values.__getitem__, None, lambda _: {}, weights_only=True)
-    with pytest.raises(RunFailed, match=r"model\.b: .* was planned, and there is"):
-        commit.commit(tmp_path, content, group=None)
+    with refused("model.b: ", "planned", kind=RunFailed):
+        save(tmp_path, b=wrong)
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_type_that_no_checkpoint_holds_is_named(tmp_path):
-    tensors = {"model.a": torch.ones(2, dtype=torch.complex128)}
-    content = commit.Content(1, tensors, tensors.__getitem__, None, lambda _: {}, weights_only=True)
-    with pytest.raises(RunFailed, match="model.a is of the type complex128, which checkpoints do"):
-        commit.commit(tmp_path, content, group=None)
+    with refused("model.a", "complex128", kind=RunFailed):
+        save(tmp_path, {"model.a": torch.ones(2, dtype=torch.complex128)})
+
+
+def test_a_committed_folder_is_never_written_into(tmp_path):
+    save(tmp_path)
+    with refused(f"{tmp_path}/step-1", kind=RunFailed):
+        save(tmp_path, a=torch.ones(1000))
+    assert torch.equal(load_tensors(tmp_path / "step-1")["model.a"], TENSORS["model.a"])
 
 
 def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):

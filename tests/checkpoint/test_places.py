@@ -4,7 +4,6 @@ ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -19,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.checkpoint.saved import everyone, rank
-from tests.checkpoint.test_save import content
+from tests.checkpoint.saved import content, everyone, rank
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest
@@ -35,7 +33,6 @@ from titanlite.checkpoint.places import (
     spread,
     written_by,
 )
-from titanlite.runtime import store
 
 MESHES = {
     "a line": Layout(("a",), (3,), (1,), 0),
@@ -213,23 +210,3 @@ def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product(tmp_
         if (region := tensor.layout.region(tensor.shape, 9)) is not None
     }
     assert {chunk.file for chunks in found.values() for chunk in chunks} == {rank_file(9)}
-
-
-def test_a_file_says_what_it_holds(mixed):
-    """The header of safetensors has the regions in the order of the rule."""
-    folder, _ = mixed
-    manifest = read_manifest(folder)
-    tensors = {name: t for name, t in manifest.tensors.items() if isinstance(t, Tensor)}
-    for each in range(4):
-        raw = store.read(folder / rank_file(each))
-        size = int.from_bytes(raw[:8], "little")
-        entries = json.loads(raw[8 : 8 + size])
-        del entries["__metadata__"]
-        regions = written_by(each, tensors)
-        assert [*entries] == [*regions] and size % 8 == 0
-        end = 0
-        for name, entry in entries.items():
-            begin, stop = entry["data_offsets"]
-            assert begin == end and begin % tensors[name].bytes_of(()) == 0, "aligned, no gap"
-            end = stop
-        assert 8 + size + end == len(raw)

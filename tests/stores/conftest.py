@@ -1,8 +1,9 @@
-"""The server of these tests, one for all in a process."""
+"""The servers of these tests, each started once a session, when it is first asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,36 +11,119 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.saved import SAVING, run_until
-from tests.stores.runs import TO
-from tests.stores.server import BUCKET, FaultProxy, moto, needs_extra, using
+from tests.stores import azure, gs, server
+from tests.stores.hub import URL, Hub
+from tests.stores.hub import environment as of_hub
+from tests.stores.hub import needs_extra as needs_hub
+from tests.stores.runs import TO, Store, Train, run_at
+from tests.stores.server import BUCKET, FaultProxy, credentials, in_environment
+from titanlite.cli import main
 
 _FOLDERS = count()
 
 
 @pytest.fixture(scope="session")
-def port() -> Iterator[int]:
-    needs_extra()
-    with moto() as port:
-        yield port
+def port_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], int]]:
+    """Starts a server unless it has been started; returns its port."""
+    server.needs_extra()
+    starts: dict[str, Any] = {"s3": server.moto, "gs": gs.google, "az": azure.azurite}
+    for start in (server.seaweedfs, server.rclone):
+        starts[start.__name__] = lambda start=start: start(tmp_path_factory.mktemp(start.__name__))
+    ports = dict[str, int]()
+    with ExitStack() as running:
+
+        def port_of(name: str) -> int:
+            if name not in ports:
+                ports[name] = running.enter_context(starts[name]())
+            return ports[name]
+
+        yield port_of
+
+
+@pytest.fixture(scope="session")
+def port(port_of: Callable[[str], int]) -> int:
+    return port_of("s3")
 
 
 @pytest.fixture
-def proxy(port: int) -> Iterator[FaultProxy]:
-    """A proxy before the server, which s3:// leads to in this process."""
-    proxy = FaultProxy(port)
-    with using(proxy.port):
-        yield proxy
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub of Hugging Face, which hf:// leads to in this process."""
+    needs_hub()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "user"))
+    hub = Hub()
+    with in_environment(of_hub(hub.url)):
+        yield hub
+    hub.close()
 
 
 @pytest.fixture
-def url(proxy: FaultProxy) -> str:
-    """An empty place in the bucket."""
-    return f"s3://{BUCKET}/{next(_FOLDERS)}"
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty place in the store that is named, s3 unless one is, which this process can reach."""
+    name = getattr(request, "param", "s3")
+    if name == "hub":
+        yield Store(name, URL, of_hub(request.getfixturevalue("hub").url))
+        return
+    proxy = FaultProxy(request.getfixturevalue("port_of")(name))
+    scheme, here = "s3", credentials(proxy.port)
+    if name == "gs":
+        scheme, here = name, gs.account(proxy.port, tmp_path)
+    if name == "az":
+        scheme, here = name, azure.account(proxy.port)
+    with in_environment(here):
+        yield Store(name, f"{scheme}://{BUCKET}/{next(_FOLDERS)}", here, proxy)
 
 
-@pytest.fixture(scope="module")
-def straight(pool, tmp_path_factory) -> tuple[Path, Any]:
+@pytest.fixture
+def proxy(store: Store) -> FaultProxy:
+    return store.proxy
+
+
+@pytest.fixture
+def url(store: Store) -> str:
+    return store.url
+
+
+@pytest.fixture
+def train(pool: Any, store: Store, tmp_path: Path, request: pytest.FixtureRequest) -> Train:
+    """Trains to a step in the folder tmp_path / "run", with checkpoints, or another key that is
+    named, at `url`; returns the states, the step that it began at, and the log.
+    """
+    key = getattr(request, "param", "folder")
+    here = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    patience = 1 if store.name == "s3" else 60
+
+    def train(steps: int, *more: str, world: int = 2, stop: int | None = None) -> Any:
+        argv = [*SAVING, f"--checkpoint.{key}={store.url}", TO(steps), *more]
+        folder = str(tmp_path / "run")
+        ranks = pool.run(run_at, here, argv, folder, stop, patience, world=world)
+        return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def straight(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """An undisturbed run of 6 steps, with a local folder."""
     folder = tmp_path_factory.mktemp("straight")
     ranks = pool.run(run_until, [*SAVING, TO(6)], str(folder), world=2)
     return folder, [rank["state"] for rank in ranks]
+
+
+@pytest.fixture(scope="session")
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 2 steps, with a local folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(run_until, [*SAVING, TO(2)], str(folder), world=2)
+    return folder
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `titanlite checkpoint WORDS` here; returns its exit code and what it printed."""
+
+    def tool(*words: object) -> tuple[int, str]:
+        code = main(["checkpoint", *map(str, words)])
+        return code, "".join(capsys.readouterr())
+
+    return tool

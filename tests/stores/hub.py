@@ -13,17 +13,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from tests.stores.server import in_environment
-
 BUCKET, MODEL, TOKEN = "me/runs", "me/model", "hf_test"
+URL = f"hf://buckets/{BUCKET}/run"
 _NOW = "2026-11-27T12:00:00.000Z"
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -45,7 +42,6 @@ class Hub:
 
     def __init__(self) -> None:
         self.rule: Callable[[str, str], int | None] = lambda method, path: None
-        self.log: list[tuple[str, str]] = []
         self.files: dict[str, str] = {}
         """Of the bucket: names of contents."""
         self.repos: dict[str, dict[str, bytes]] = {}
@@ -91,7 +87,6 @@ class Hub:
 
     def _answer(self, method: str, target: str, headers: Any, body: bytes) -> Answer:
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
-        self.log.append((method, path))
         if status := self.rule(method, path):
             return status, {}, b""
         if path.startswith("/cas/"):
@@ -133,15 +128,8 @@ class Hub:
         return _json({"failed": failed})
 
     def _entry(self, name: str) -> dict[str, Any]:
-        size = len(self.content(name))
-        return {
-            "type": "file",
-            "path": name,
-            "size": size,
-            "xetHash": self.files[name],
-            "mtime": _NOW,
-            "uploadedAt": _NOW,
-        }
+        entry = {"type": "file", "path": name, "size": len(self.content(name))}
+        return {**entry, "xetHash": self.files[name], "mtime": _NOW, "uploadedAt": _NOW}
 
     def _tree(self, prefix: str, recursive: bool) -> list[dict[str, Any]]:
         """List by the letters of a prefix."""
@@ -181,20 +169,10 @@ class Hub:
         files, what = self.repos[found[1]], (found[2] or "").partition("/")[0]
         if what == "preupload":
             asked = json.loads(body)["files"]
-            modes = {True: "lfs", False: "regular"}
-            return _json(
-                {
-                    "files": [
-                        {
-                            "path": file["path"],
-                            "shouldIgnore": False,
-                            "oid": None,
-                            "uploadMode": modes[file["path"].endswith(".safetensors")],
-                        }
-                        for file in asked
-                    ]
-                }
-            )
+            for file in asked:
+                is_large = file["path"].endswith(".safetensors")
+                file |= {"shouldIgnore": False, "uploadMode": "lfs" if is_large else "regular"}
+            return _json({"files": asked})
         if what == "commit":
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
@@ -205,12 +183,8 @@ class Hub:
             url = f"{self.url}/{found[1]}/commit/1"
             return _json({"success": True, "commitOid": "1" * 40, "commitUrl": url})
         assert what == "tree"
-        return _json(
-            [
-                {"type": "file", "path": name, "size": len(content), "oid": "1" * 40}
-                for name, content in files.items()
-            ]
-        )
+        entry = {"type": "file", "oid": "1" * 40}
+        return _json([{**entry, "path": name, "size": len(files[name])} for name in files])
 
     def _by_sha256(self, oid: str) -> bytes:
         from hashlib import sha256
@@ -271,15 +245,6 @@ def _hash(name: bytes) -> str:
     return "".join(f"{part:016x}" for part in struct.unpack_from("<4Q", name))
 
 
-def environment(url: str, token: str = TOKEN) -> dict[str, str]:
+def environment(url: str) -> dict[str, str]:
     """Return the environment in which hf:// is a server."""
-    return {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "", "DO_NOT_TRACK": "1"}
-
-
-@contextmanager
-def using(url: str, token: str = TOKEN) -> Iterator[None]:
-    """Let hf:// in this process be a server; the client reads its address when it is imported."""
-    from huggingface_hub import constants
-
-    with in_environment(environment(url, token)), mock.patch.object(constants, "ENDPOINT", url):
-        yield
+    return {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "", "DO_NOT_TRACK": "1"}

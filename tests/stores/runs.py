@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.saved import run_until
+from tests.checkpoint.test_resume import logged
+from tests.lanes import sample
+from tests.stores.server import in_environment
 from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
@@ -14,6 +20,18 @@ from titanlite.runtime.store import list_folder
 
 QUIET = logging.getLogger("quiet")
 TO = "--training.steps={}".format
+CLOUDS = sample(["s3", "gs", "az"], "s3", "gs")
+Train = Callable[..., tuple[list[Any], int, str]]
+
+
+@dataclass
+class Store:
+    """An empty place in a store, the environment that leads there, and a proxy before it."""
+
+    name: str
+    url: str
+    environment: dict[str, str]
+    proxy: Any = None
 
 
 def run_at(
@@ -24,10 +42,9 @@ def run_at(
     patience: float = 1,
 ) -> dict[str, Any]:
     """Train on a rank, with the stores of an environment."""
-    os.environ |= environment
     bucket._PATIENCE_SECONDS = patience
-    bucket._open.cache_clear()
-    return run_until(argv, folder, stop)
+    with in_environment(environment):
+        return run_until(argv, folder, stop)
 
 
 def put(url: str, name: str, content: bytes) -> None:
@@ -45,3 +62,17 @@ def whole_steps(url: str) -> list[int]:
             assert not faults(folder, manifest, manifest.files)
             whole.append(step)
     return whole
+
+
+def lose_the_folder_and_go_on(train: Train, straight: tuple[Path, Any], url: str, run: Path) -> str:
+    """Require that a run that lost its folder goes on from a store in the same bits; return the
+    log.
+    """
+    train(4)
+    assert whole_steps(url)[-1] == 4
+    shutil.rmtree(run)
+    state, begun, log = train(6)
+    assert begun == 4 and state == straight[1] and whole_steps(url)[-1] == 6
+    assert logged(run) == logged(straight[0])
+    assert {"metrics.jsonl", "config.toml", "latest"} <= list_folder(place(url)).keys()
+    return log

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.runs import OTHERS
 from titanlite.errors import UserError
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
@@ -46,21 +47,6 @@ def credentials(port: int) -> dict[str, str]:
         "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
     }
-
-
-def mistake(case: str, url: str, port: int, home: object) -> tuple[str, dict[str, str], str]:
-    """Return a URL, an environment and the line that says what is wrong with them; of another case
-    than these, what is right and no line.
-    """
-    here = credentials(port)
-    if case == "no bucket":
-        return "s3://nobody/run", here, "s3://nobody: there is no such bucket"
-    if case == "no key":
-        lacking = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(home)}
-        return url, here | lacking, "set AWS_ACCESS_KEY_ID"
-    if case == "no answer":
-        return url, credentials(1), "nobody listens there"
-    return url, here, ""
 
 
 def free_port() -> int:
@@ -104,17 +90,11 @@ def seaweedfs(folder: Path) -> Iterator[int]:
     ]
     (folder / "users.json").write_text(json.dumps({"identities": users}))
     port = free_port()
-    parts = ("master", "volume", "filer")
-    options = [f"-{part}.port={free_port()}" for part in parts]
-    options += [f"-s3.port={port}", f"-s3.port.grpc={free_port()}", "-s3.port.iceberg=0"]
-    options += ["-s3.port.lance=0", f"-s3.config={folder}/users.json", "-master.telemetry=false"]
-    options += [
-        "-master.volumeSizeLimitMB=64",
-        "-volume.max=50",
-        "-ip=127.0.0.1",
-        f"-dir={folder}",
-        "-s3",
-    ]
+    parts = ("master.port", "volume.port", "filer.port", "s3.port.grpc")
+    options = [f"-{part}={free_port()}" for part in parts]
+    options += [f"-s3.port={port}", f"-s3.config={folder}/users.json", f"-dir={folder}", "-s3"]
+    options += "-s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false".split()
+    options += "-master.volumeSizeLimitMB=64 -volume.max=50 -ip=127.0.0.1".split()
     with running([_binary("weed"), "server", *options], port), using(port):
         probe: Any = place(f"s3://{BUCKET}/probe")
         for _ in range(300):  # it listens before it stores
@@ -137,6 +117,7 @@ def _binary(name: str) -> str:
 def running(command: list[str], port: int) -> Iterator[None]:
     """Run a server, from when it listens."""
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    OTHERS.add(server.pid)  # no run has left it
     try:
         for _ in range(300):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
@@ -159,7 +140,11 @@ def using(port: int, **more: str) -> Iterator[None]:
 def in_environment(environment: dict[str, str]) -> Iterator[None]:
     """Let the stores of this process be those of an environment."""
     bucket._open.cache_clear()
-    with mock.patch.dict(os.environ, environment):
+    with mock.patch.dict(os.environ, environment), ExitStack() as patches:
+        if endpoint := environment.get("HF_ENDPOINT"):
+            from huggingface_hub import constants  # it reads its address when it is imported
+
+            patches.enter_context(mock.patch.object(constants, "ENDPOINT", endpoint))
         yield
     bucket._open.cache_clear()
 

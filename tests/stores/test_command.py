@@ -7,33 +7,27 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import TINY, job
-from tests.runs import descendants, finish, records, start
-from tests.stores.server import credentials, mistake
-from titanlite.checkpoint.load import load_tensors
+from tests.lanes import sample
+from tests.messages import refused, says
+from tests.runs import Run, descendants, finish, losses, run, start
+from titanlite.cli import main
 from titanlite.config.load import ConfigError
-from titanlite.errors import UserError
 from titanlite.launch.preflight import _check_mirror
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder
 
 STEPS = 120
-ARGV = [
-    *TINY,
-    "--checkpoint.enable",
-    "--checkpoint.interval=10",
-    "--checkpoint.async_mode=async",
-    "--metrics.log_freq=1",
-    f"--training.steps={STEPS}",
-    "--debug.seed=1",
-]
+SAVING = [*TINY, "--checkpoint.enable"]
+ARGV = [*SAVING, "--checkpoint.interval=10", "--checkpoint.async_mode=async", "--debug.seed=1"]
+ARGV += ["--metrics.log_freq=1", f"--training.steps={STEPS}"]
+NOTED = {"mirror": "checkpoint/mirrored", "folder": ".saved"}
+"""The files with the newest step in a store."""
 
 
 def until(process, file: Path, least: int) -> None:
@@ -44,26 +38,21 @@ def until(process, file: Path, least: int) -> None:
         time.sleep(0.02)
 
 
-def titanlite_at(port: int, *arguments: str) -> tuple[int, str]:
-    """Run a command with s3:// at a server's port; return its exit code and output."""
-    result = subprocess.run(
-        [sys.executable, "-m", "titanlite", *arguments],
-        env={**os.environ, **credentials(port)},
-        capture_output=True,
-        text=True,
-    )
-    return result.returncode, result.stdout + result.stderr
+@pytest.fixture
+def here(store, tmp_path) -> dict[str, str]:
+    return {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **store.environment}
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(each["step"], each["loss"]) for each in records(folder) if "loss" in each]
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Run:
+    return run(ARGV, tmp_path_factory.mktemp("undisturbed"), ranks=2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.parametrize("key", ["mirror", "folder"])
 def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
-    url, proxy, tmp_path
+    url, proxy, here, undisturbed, tmp_path, key
 ):
-    here = {"NGPU": "2", **credentials(proxy.port)}
     stored = list[str]()
 
     def note(method: str, path: str) -> None:
@@ -71,132 +60,104 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
             stored.append(path.partition("?")[0].rpartition("/")[2])
 
     proxy.rule = note
-    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]
+    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.{key}={url}"]
     process = start(argv, folder, **here)
-    until(process, folder / "checkpoint/mirrored", 30)
-    assert stored.index("metrics.jsonl") < stored.index("manifest.json")
+    until(process, folder / NOTED[key], 30)
+    assert key == "folder" or stored.index("metrics.jsonl") < stored.index("manifest.json")
     for pid in [process.pid, *descendants(process.pid)]:
         os.kill(pid, signal.SIGKILL)
     process.wait()
     shutil.rmtree(folder)
     code, out = finish(start(argv, folder, **here))
-    assert code == 0 and "fetched step" in out and f"step-{STEPS} and in {url}" in out
-    code, _ = finish(start(ARGV, tmp_path / "straight", NGPU="2"))
-    assert code == 0
-    assert losses(folder) == losses(tmp_path / "straight")
-    ours, theirs = (
-        load_tensors(run / f"checkpoint/step-{STEPS}") for run in (folder, tmp_path / "straight")
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert code == 0 and losses(folder) == undisturbed.losses
+    if key == "mirror":
+        says(out, "fetched step", f"step-{STEPS} and in {url}")
+        return
+    says(out, "resuming from", "run.lock", "30 s", f"{url}/step-{STEPS}")
+    code, out = finish(start(argv, folder, **here))
+    says(out, f"step {STEPS} of {STEPS}", "--checkpoint.folder")
+    assert code == 0 and out.count("\n") == 1
 
 
-@pytest.mark.exhaustive
-def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(url, proxy, tmp_path):
-    here = {"NGPU": "2", **credentials(proxy.port)}
+@pytest.mark.long
+def test_a_rank_that_dies_is_restarted_from_the_bucket_without_waiting(
+    url, here, undisturbed, tmp_path
+):
+    folder = tmp_path / "run"
+    process = start([*ARGV, f"--checkpoint.folder={url}"], folder, **here)
+    until(process, folder / NOTED["folder"], 30)
+    os.kill(max(descendants(process.pid)), signal.SIGKILL)
+    code, out = finish(process)
+    says(out, f"from {url}/step-")
+    assert code == 0 and "30 s" not in out and losses(folder) == undisturbed.losses
+
+
+@pytest.mark.long
+def test_a_stop_request_waits_for_a_slow_mirror_no_longer_than_the_grace(
+    url, proxy, here, tmp_path
+):
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.mirror={url}"]
     argv += ["--training.steps=100000", "--fault.grace_seconds=8"]
-    process = start(argv, folder, **here)
-    until(process, folder / "checkpoint/mirrored", 10)
-    proxy.rule = lambda method, path: {"rate": 2000} if method == "PUT" else None
-    process.send_signal(signal.SIGTERM)
-    code, out = finish(process)
-    last = out.strip().splitlines()[-1]
-    assert code == 75 and f"{url} is behind, at step" in last
-    proxy.rule = lambda method, path: None
-    process = start(argv, folder, **here)
-    until(process, folder / "checkpoint/mirrored", int(last.rpartition(" ")[2]) + 1)
-    process.send_signal(signal.SIGTERM)
-    code, out = finish(process)
-    assert code == 75 and f" and in {url}" in out.strip().splitlines()[-1]
+
+    def last_line(least: int, rate: int) -> str:
+        """Train until a step is mirrored, then stop with so many bytes a second."""
+        proxy.rule = lambda method, path: None
+        process = start(argv, folder, **here)
+        until(process, folder / NOTED["mirror"], least)
+        proxy.rule = lambda method, path: {"rate": rate} if rate and method == "PUT" else None
+        process.send_signal(signal.SIGTERM)
+        code, out = finish(process)
+        assert code == 75
+        return out.strip().splitlines()[-1]
+
+    behind = last_line(10, rate=2000)
+    says(behind, f"{url} is behind")
+    says(last_line(int(behind.rpartition(" ")[2]) + 1, rate=0), f" and in {url}")
 
 
-@pytest.mark.exhaustive
-def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, proxy, tmp_path):
-    argv = [*TINY, "--checkpoint.enable", f"--checkpoint.mirror={url}", "--training.steps=2"]
-    argv.append("--sweep=optimizer.lr=1e-3,2e-3")
-    code, out = finish(start(argv, tmp_path, NGPU="1", **credentials(proxy.port)))
-    assert code == 0 and "already at step" not in out
+@pytest.mark.long
+def test_the_runs_of_a_sweep_have_mirrors_of_their_own(url, here, tmp_path):
+    argv = [*SAVING, f"--checkpoint.mirror={url}", "--sweep=optimizer.lr=1e-3,2e-3"]
+    code, out = finish(start(argv, tmp_path, **here))
+    assert code == 0 and "already at" not in out
     assert list_folder(place(url)).keys() == {"optimizer.lr=1e-3", "optimizer.lr=2e-3"}
 
 
 def test_the_launcher_checks_a_mirror_in_a_process_of_its_own(url, proxy, tmp_path):
-    argv = [*TINY, "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    argv = [*SAVING, f"--job.dump_folder={tmp_path}"]
     _check_mirror(job([*argv, f"--checkpoint.mirror={url}"], world=1).config)
     assert {method for method, _ in proxy.log} == {"GET", "PUT", "POST"}  # list, write, delete
-    with pytest.raises(UserError, match="^checkpoint.mirror: s3://nobody: there is no such bucket"):
-        _check_mirror(job([*argv, "--checkpoint.mirror=s3://nobody/run"], world=1).config)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", ["no bucket", "read only", "no key", "no answer"])
-def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(case, url, proxy, tmp_path):
-    url, here, line = mistake(case, url, proxy.port, tmp_path)
-    line = line or "the credentials do not allow this (or are wrong) (Injected) (asked to write)"
-    proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
-    argv = [*ARGV, f"--checkpoint.mirror={url}"]
-    code, out = finish(start(argv, tmp_path / "run", NGPU="1", **here))
-    assert code == 2 and "checkpoint.mirror: s3://" in out and line in out
-    assert "Traceback" not in out and not (tmp_path / "run").exists()
-    proxy.rule = lambda method, path: None
-    assert case == "no bucket" or not list_folder(place(url))
+@pytest.mark.parametrize("case", sample(["no bucket", "read only"], "no bucket"))
+def test_what_is_wrong_with_a_mirror_is_one_line_before_anything_starts(
+    case, url, proxy, tmp_path, capfd
+):
+    wrong, named = "s3://nobody/run", "no such bucket"
+    if case == "read only":
+        wrong, named = url, "asked to write"
+        proxy.rule = lambda method, path: {"status": 403} if method == "PUT" else None
+    argv = [*ARGV, f"--checkpoint.mirror={wrong}", f"--job.dump_folder={tmp_path}/run"]
+    assert main(["train", "--config", "debug.toml", *argv]) == 2
+    said = "".join(capfd.readouterr())
+    says(said, "checkpoint.mirror: s3://", named)
+    assert len(said.splitlines()) == 2 and not (tmp_path / "run").exists()
+
+
+LEGAL = "legal: s3://, gs:// or az://BUCKET/FOLDER"
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "line"),
+    ("key", "value", "named"),
     [
-        ("job.dump_folder", "s3://bucket/run", "must be a folder here"),
-        ("model.hf_assets_path", "s3://bucket/model", "must be a folder here"),
-        ("model.hf_assets_path", "hf://me/model", "must be a folder here"),
+        ("job.dump_folder", "s3://bucket/run", "a folder here"),
+        ("model.hf_assets_path", "hf://me/model", "a folder here"),
         ("job.dump_folder", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
-        ("checkpoint.folder", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
-        ("checkpoint.mirror", "/folder", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
-        ("checkpoint.mirror", "s3://", "legal: s3://, gs:// or az://BUCKET/FOLDER"),
+        ("checkpoint.folder", "s3://", LEGAL),
+        ("checkpoint.mirror", "/folder", LEGAL),
+        ("checkpoint.mirror", "s3://", LEGAL),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(key, value, line):
-    with pytest.raises(ConfigError) as caught:
-        job([*TINY, "--checkpoint.enable", f"--{key}={value}"], world=1)
-    assert f'{key} = "{value}"' in str(caught.value) and line in str(caught.value)
-
-
-@pytest.mark.exhaustive
-def test_a_run_without_a_disk_that_is_killed_goes_on_by_the_same_command(url, proxy, tmp_path):
-    here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
-    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]
-    process = start(argv, folder, **here)
-    until(process, folder / ".saved", 30)
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    shutil.rmtree(folder)
-    code, out = finish(start(argv, folder, **here))
-    assert code == 0 and f" in {url}" in out and "resuming from " in out
-    assert "run.lock: waiting 30 s to see if pid" in out
-    assert f"saved: {url}/step-{STEPS}" in out
-    code, out = finish(start(argv, folder, **here))
-    assert code == 0 and f"already at step {STEPS}" in out and "give --checkpoint.folder" in out
-    code, _ = finish(start(ARGV, tmp_path / "straight", NGPU="2"))
-    assert code == 0
-    assert losses(folder) == losses(tmp_path / "straight")
-    code, out = titanlite_at(proxy.port, "checkpoint", "cp", url, str(tmp_path / "copy"))
-    assert code == 0 and f"{url}/step-{STEPS} is now in" in out
-    ours, theirs = (
-        load_tensors(tmp_path / name / f"step-{STEPS}") for name in ("copy", "straight/checkpoint")
-    )
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
-    code, out = titanlite_at(proxy.port, "generate", "--checkpoint", url, "--tokens", "4")
-    assert code == 0 and f"{url}/step-{STEPS}" in out
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_dies_is_restarted_from_the_bucket_without_waiting(url, proxy, tmp_path):
-    here = {"NGPU": "2", "XDG_CACHE_HOME": str(tmp_path), **credentials(proxy.port)}
-    folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]
-    process = start(argv, folder, **here)
-    until(process, folder / ".saved", 30)
-    os.kill(max(descendants(process.pid)), signal.SIGKILL)
-    code, out = finish(process)
-    assert code == 0 and f"from {url}/step-" in out and "waiting 30 s" not in out
-    code, out = titanlite_at(proxy.port, "checkpoint", "verify", url)
-    assert code == 0 and f"step-{STEPS}: verified" in out
+def test_what_is_not_there_yet_is_refused_by_name(key, value, named):
+    with refused(f'{key} = "{value}"', named, kind=ConfigError):
+        job([*SAVING, f"--{key}={value}"], world=1)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.failpoints import IN_A_BUCKET, ON_EVERY_RANK
 from tests.faults.rounds import Bucket, Plan, Soak, Watcher, planned
-from tests.lanes import sample
 from tests.stores.server import BUCKET, using
 
 pytestmark = pytest.mark.long
@@ -31,26 +30,24 @@ def soak(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Soak]:
     assert watcher.looks and not watcher.missed
 
 
-@pytest.mark.parametrize("point", sample(IN_A_BUCKET, every=4))
+@pytest.mark.parametrize("point", IN_A_BUCKET[::4])
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     save = 2 if point == IN_A_BUCKET[0] else 1
     assert soak.round(Plan("async", int(point in ON_EVERY_RANK), point, save, seconds=0)) == ""
 
 
-@pytest.mark.parametrize("number", sample([3, 7, 11], long=[7]))
-def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
-    assert soak.round(planned(1, number)) == ""
+def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak):
+    assert soak.round(planned(1, 7)) == ""
 
 
 def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):
     assert soak.finish() == []
 
 
-@pytest.mark.exhaustive
 def test_a_killed_run_resumes_from_folder_or_mirror_no_older_than_its_log_says(tmp_path, port):
     folder = tmp_path / "run"
     folder.mkdir()
     with using(port):
         soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/mirrored", port, "mirror"))
-        assert [soak.mirror_round(1, number) for number in range(4)] == [""] * 4
+        assert [soak.mirror_round(1, number) for number in range(2)] == [""] * 2
         assert soak.finish() == []
