@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forked import Forked, Server, at_start
 from tests.jobs import OUTSIDE
 from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE
 
 ROOT = Path(__file__).parents[1]
 STARTED: list[subprocess.Popen] = []
-MARK = "TITANLITE_TEST_RUN"
-"""A variable that all processes of a run inherit: its number in STARTED, by this process."""
+OTHERS: set[int] = set()
+"""The children of this process before the first of these was started."""
 CLEARED = (
     "NGPU",
     "LOG_RANK",
@@ -53,37 +54,58 @@ def start(
     folder: Path,
     module: str = "titanlite train",
     out: Any = subprocess.PIPE,
+    real: str = "",
     **environ: str,
 ) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module.split(), *argv, f"--job.dump_folder={folder}"],
-        env=environment(**{MARK: f"{os.getpid()}.{len(STARTED)}", **environ}),
-        stdout=out,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
+    """Start a run; `real` is why it needs an interpreter of its own."""
+    words = [*module.split(), *argv, f"--job.dump_folder={folder}"]
+    return popen(words, real, stdout=out, env=environment(**environ))
+
+
+def popen(words: list[str], real: str = "", **options: Any) -> subprocess.Popen:
+    """Start `python -m WORDS`, forked unless `real` says why not."""
+    options = {"stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, **options}
+    OTHERS.update(() if STARTED else children(os.getpid()))
+    if real or sys.platform != "linux":
+        process = subprocess.Popen([sys.executable, "-m", *words], **options)
+    else:
+        server = _server()
+        differing = at_start(options["env"]).items() ^ server.environ.items()
+        assert not differing, f"a fork cannot have {differing}: say real='why'"
+        process = Forked(words, **options)
     STARTED.append(process)
     return process
+
+
+def _server() -> Server:
+    """Return the process that runs are forked from."""
+    if not hasattr(Forked, "server"):
+        Forked.server = Server(environment(), ROOT)
+        OTHERS.add(Forked.server.process.pid)
+    return Forked.server
 
 
 def kill_started(since: int) -> None:
     """Kill what a test has started and not awaited: a failed one would leave a run that slows all
     that follow.
     """
-    if STARTED[since:]:
-        _kill_all(range(since, len(STARTED)))
     for process in STARTED[since:]:
+        _kill(process)
         process.wait()
+    if STARTED[since:]:
+        for pid in set(children(os.getpid())) - OTHERS:  # what a parent that has ended has left
+            with suppress(OSError):  # it is ps itself
+                if b"multiprocessing" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
 
-def _kill_all(numbers: Iterable[int]) -> None:
-    """Kill every process of these runs, also those that have lost their parent."""
-    marks = {f"{MARK}={os.getpid()}.{number}".encode() for number in numbers}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it ended
-            if marks & {*path.read_bytes().split(b"\0")}:
-                os.kill(int(path.parent.name), signal.SIGKILL)
+def _kill(process: subprocess.Popen) -> None:
+    """Kill a process and all below it."""
+    if process.poll() is None:
+        for pid in (process.pid, *descendants(process.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
@@ -91,7 +113,7 @@ def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill_all([STARTED.index(process)])
+        _kill(process)
         out, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out
@@ -124,18 +146,10 @@ def run(argv: list[str], folder: Path, ranks: int = 1, code: int | None = 0, **e
     return Run(folder, found, out)
 
 
-def command(*words: object, **environ: str) -> tuple[int, str]:
+def command(*words: object, real: str = "", **environ: str) -> tuple[int, str]:
     """Run `titanlite WORDS` in a process of its own; return its exit code and what it printed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", *map(str, words)],
-        env=environment(**environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
-    out, _ = process.communicate(timeout=200)
-    return process.returncode, out
+    argv = ["titanlite", *map(str, words)]
+    return finish(popen(argv, real, stdout=subprocess.PIPE, env=environment(**environ)))
 
 
 def train(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
@@ -160,17 +174,17 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60) -> None
 
 
 def descendants(pid: int) -> list[int]:
-    listing = subprocess.run(
-        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout
-    children: dict[int, list[int]] = {}
-    for line in listing.splitlines():
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
     family = [pid]
     for member in family:
-        family += children.get(member, [])
+        family += children(member)
     return family[1:]
+
+
+def children(pid: int) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(child) for child in listing.stdout.split()]
 
 
 def alive(pid: int) -> bool:

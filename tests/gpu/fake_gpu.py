@@ -237,5 +237,8 @@ def train(
     """Run `titanlite train`; a step is logged if it is the first or the last."""
     traced = folder / "traces"
     variables = {**environment(library, traced, gpus), **environ}
-    code, out = runs.finish(runs.start([*OPTIONS, *argv], folder / "run", **variables), seconds)
+    code, out = runs.finish(
+        runs.start([*OPTIONS, *argv], folder / "run", real="a library is preloaded", **variables),
+        seconds,
+    )
     return Ran(code, out, folder / "run", read_traces(traced))

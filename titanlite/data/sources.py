@@ -156,6 +156,8 @@ class ByteSource:
 
 Source = ShardSource | ByteSource
 """A stream of token ids, with an end token after each document or an index of their ends."""
+Place = tuple[str, str, str]
+"""A section of the config, the name of its data set and its path."""
 
 
 def require_ends(source: Source, key: str) -> None:

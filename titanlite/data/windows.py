@@ -1,6 +1,7 @@
 """The data set of a job: windows by sample number, in the job's order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -11,7 +12,7 @@ from titanlite.config.schema import Mixture as MixturePart
 from titanlite.data.mixture import Mixture, identify
 from titanlite.data.packing import Concatenated, Packed, blank
 from titanlite.data.shuffle import Order
-from titanlite.data.sources import each_of, in_turn, open_source
+from titanlite.data.sources import Place, Source, each_of, in_turn, open_source
 from titanlite.data.stream import Stream, open_stream
 from titanlite.data.tokenizer import Tokenizer, require_tokenizer
 from titanlite.data.trained import Trained, WindowSource
@@ -66,22 +67,30 @@ class Windows(Dataset[np.ndarray]):
         self._sources[source].fill(out, self._orders[source](number))
 
 
-def training_data(job: Job, tokenizer: Tokenizer | None, seed: int) -> Windows | Stream:
+Opened = Mapping[Place, Source]
+"""What is open already."""
+NOTHING: Opened = MappingProxyType({})
+
+
+def training_data(
+    job: Job, tokenizer: Tokenizer | None, seed: int, opened: Opened = NOTHING
+) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(job, training.places, training.seq_len, tokenizer, seed, training.repeat)
+    return _open(job, training.places, training.seq_len, tokenizer, seed, training.repeat, opened)
 
 
-def validation_data(job: Job, tokenizer: Tokenizer | None) -> Windows | Stream:
+def validation_data(
+    job: Job, tokenizer: Tokenizer | None, opened: Opened = NOTHING
+) -> Windows | Stream:
     """Open the data set of [validation].
 
     The seed of its order is fixed: n steps are the same windows on any mesh.
     """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
-    data = _open(
-        job, [("validation", source)], job.validation_seq_len, tokenizer, seed=0, repeat=False
-    )
+    parts = [("validation", source)]
+    data = _open(job, parts, job.validation_seq_len, tokenizer, 0, False, opened)
     if settings.steps != -1 and isinstance(data, Windows):
         data.samples = min(data.samples, settings.steps * settings.local_batch_size)
     return data
@@ -94,6 +103,7 @@ def _open(
     tokenizer: Tokenizer | None,
     seed: int,
     repeat: bool,
+    opened: Opened,
 ) -> Windows | Stream:
     training = job.config.training
     masked = training.document_mask
@@ -106,7 +116,10 @@ def _open(
             name, shards, tokenizer, seq_len, seed, repeat, masked, limit, training.text_key
         )
     more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader
-    sources = [open_source(key, part.dataset, part.dataset_path, *more) for key, part in parts]
+    sources = []
+    for key, part in parts:
+        place = key, part.dataset, part.dataset_path
+        sources.append(opened.get(place) or open_source(*place, *more))
     windows: list[WindowSource] = []
     for (key, part), source in zip(parts, sources, strict=True):
         if training.packing == "first-fit":

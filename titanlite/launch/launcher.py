@@ -35,6 +35,7 @@ from titanlite.launch.nodes import (
     find_device,
     find_nodes,
     gpu_name,
+    prepare_imports,
     worker_environment,
 )
 from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
@@ -44,6 +45,7 @@ from titanlite.launch.terminal import ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
+from titanlite.runtime.forks import CannotFork, ForkServer
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from titanlite.launch.node import Node
     from titanlite.launch.terminal import Terminal
     from titanlite.runtime.page import EarlyExit
+    from titanlite.train.prepared import Prepared
 
 AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
 EPILOG = """examples:
@@ -133,7 +136,8 @@ def _check_and_run(argv: list[str]) -> int:
         run_lock
     ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
-    check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
+    not_for_workers = prepare_imports(nodes, processes, os.environ)
+    prepared = check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
     if message := status.finished_message(job.config):
         say(f"titanlite: {message}")
         if others := _of_another_run(job):
@@ -142,14 +146,33 @@ def _check_and_run(argv: list[str]) -> int:
                 "nothing was trained"
             )
         return OK
+    forks = _fork_server(prepared)
+    for name in not_for_workers:
+        del os.environ[name]
     try:
         stopping = Stopping(job.config)
         with _plan(job, nodes, device, processes) as notices:
             return Launch(
-                argv, loaded, job, nodes, device, processes, shown, notices, stopping
+                argv, loaded, job, nodes, device, processes, shown, notices, stopping, forks
             ).run()
     except Stopped as stopped:  # before the workers were there
         return _end_early(job, stopped.early)
+
+
+def _fork_server(prepared: Prepared) -> ForkServer | None:
+    """Return what forks workers from this process, as it is before it has threads; None where a
+    fork is not safe.
+    """
+    from titanlite.launch.workers import NO_FORKS
+    from titanlite.train import worker  # noqa: F401  (which each fork has then)
+    from titanlite.train.__main__ import main as work
+
+    try:
+        return ForkServer(partial(work, prepared=prepared))
+    except CannotFork as error:
+        if sys.platform == "linux":
+            say(NO_FORKS.format(error))
+        return None
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
@@ -224,6 +247,7 @@ class Launch:
     notices: Callable[[], list[str]]
     """Returns lines about the plan when they are known."""
     stopping: Stopping
+    forks: ForkServer | None
     moved: set[Path] | None = None
     """Folders below previous/ that this start has made; None before it looked."""
     terminal: Terminal | None = None
@@ -301,7 +325,7 @@ class Launch:
             **worker_environment(self.nodes, self.processes, os.environ),
         }
         part = to_toml(attempt.config), attempt.ranks, attempt.world, node.address
-        workers = Workers(self.argv, *part, self.folder, private, environ)
+        workers = Workers(self.argv, *part, self.folder, private, environ, forks=self.forks)
 
         def poll() -> None:
             watch()

@@ -7,7 +7,7 @@ PET_*, SLURM_*."""
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from titanlite.runtime.cluster import (
     ask_driver,
     cores,
     read_number,
+    set_defaults,
     slurm_master,
 )
 from titanlite.runtime.rank_files import LAUNCHED
@@ -202,6 +203,26 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     return {LAUNCHED: str(os.getpid())} | {
         name: value for name, value in defaults.items() if name not in environ
     }
+
+
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Environment variable that lets torch count GPUs without the driver, which survives no fork."""
+ONLY_IMPORTS = {ASK_NVML: "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Variables of a process that only imports torch, to be forked: numpy's library would start threads
+too."""
+
+
+def prepare_imports(nodes: Nodes, processes: int, environ: MutableMapping[str, str]) -> set[str]:
+    """Set what workers read when they import torch, for a process that they are forked from; return
+    the variables that they should not have.
+    """
+    set_defaults(environ)
+    for name, value in worker_environment(nodes, processes, environ).items():
+        if name != LAUNCHED:
+            environ[name] = value
+    own = {name for name in ONLY_IMPORTS if name not in environ}
+    environ.update((name, ONLY_IMPORTS[name]) for name in own)
+    return own
 
 
 def describe_start(nodes: Nodes, device: str, processes: int) -> str:

@@ -24,17 +24,18 @@ from titanlite.checkpoint.status import in_bucket, look, times
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
-from titanlite.config.schema import JobConfig, Training
+from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
-from titanlite.launch.nodes import gpu_bytes, gpu_capability
+from titanlite.launch.nodes import ASK_NVML, gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
 from titanlite.runtime.bucket import BucketError, Unreachable, in_own_process
+from titanlite.runtime.forks import in_a_fork
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.data.tokenizer import Tokenizer
     from titanlite.registry import Rule
+    from titanlite.train.prepared import Prepared
 
 Check = Callable[..., Any]
 """Calls a function with arguments and, if it raises a UserError, records the message."""
@@ -49,14 +50,17 @@ def check_machine(
     processes: int,
     first_node: bool = True,
     entries: Mapping[str, Entry] = {},
-) -> None:
+) -> Prepared:
     """Raise a UserError that names everything this machine lacks for the job; a data set that is
-    not there is an error of the config, where `entries` has the origins of values.
+    not there is an error of the config, where `entries` has the origins of values. Return what the
+    checks have opened and built.
     """
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor_parallel
     from titanlite.parallel.build import build_model
+    from titanlite.train.prepared import Prepared
 
+    prepared = Prepared()
     problems, faults = list[str](), list[ConfigFault]()
 
     def check(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -70,13 +74,13 @@ def check_machine(
 
     check(_check_gpus, device)
     if not problems:
-        _check_without_model(check, job, device)
+        _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
             check(_check_mirror, job.config)
             check(_check_start, job)
         if built := check(build_model, job):
-            model, table = built
+            prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
             check(tensor_parallel.check, model, table, job.layout.tp)
             if job.config.quantize.linear.float8.enable:
@@ -92,6 +96,7 @@ def check_machine(
         parts.append("\n  ".join([title, *problems]))
     if parts:
         raise UserError("\n".join(parts))
+    return prepared
 
 
 def rank_bytes(job: Job, device: str, processes: int) -> int | None:
@@ -149,28 +154,31 @@ def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
     return [*parts, ("validation", config.validation)] if config.validation.enable else parts
 
 
-def _open_dataset(
-    key: str, dataset: Any, training: Training, vocab_size: int, tokenizer: Tokenizer | None
-) -> str:
+def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
     """Open a data set, and prepare only chats; return a notice about it, if any."""
     from titanlite.data.shards import ShardSource
     from titanlite.data.sources import find_documents, open_source
     from titanlite.data.stream import open_stream
+    from titanlite.data.tokenizer import ByteTokenizer
 
     name, path = dataset.dataset, dataset.dataset_path
     if is_streamed(name):
         open_stream(key, name, path)
         return ""
-    settings = training.dataloader
-    opening = key, name, path, tokenizer, vocab_size, training.text_key, settings
-    documents = find_documents(key, name, path, training.text_key)
+    training, tokenizer = job.config.training, prepared.tokenizer
+    settings, place = training.dataloader, (key, name, path)
+    opening = *place, tokenizer, job.shape.vocab_size, training.text_key, settings
+    documents = find_documents(*place, training.text_key)
     if documents:
-        if name == "chat" and tokenizer:
-            open_source(*opening)  # reads every chat
+        are_bytes = isinstance(tokenizer, ByteTokenizer) and documents.are_plain
+        if tokenizer and (are_bytes or name == "chat"):  # else it may take hours
+            prepared.sources[place] = open_source(*opening)
         return documents.notice
     source = open_source(*opening)
     assert isinstance(source, ShardSource)
     source.require_whole()
+    if not source.remote:
+        prepared.sources[place] = source
     cached = settings.cache_gib * 2**30
     if not settings.cache_folder or not source.remote or source.bytes <= cached:
         return ""
@@ -179,7 +187,7 @@ def _open_dataset(
     return f"training.dataloader.cache_gib = {settings.cache_gib:g}, and {sizes}: {rest}"
 
 
-def _check_without_model(check: Check, job: Job, device: str) -> None:
+def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.observe.trackers import require_sinks
     from titanlite.parallel import compile, float8
@@ -188,13 +196,14 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
     config = job.config
     check(_check_dump_folder, Path(config.job.dump_folder))
     opened = check(lambda: [open_tokenizer(job)])
+    if opened:
+        prepared.tokenizer = opened[0]
     for section, dataset in _datasets(config):
-        name, tokenizer = dataset.dataset, opened[0] if opened else None
-        opening = section, dataset, config.training, job.shape.vocab_size, tokenizer
-        if notice := check(_open_dataset, *opening):
+        if notice := check(_open_dataset, section, dataset, job, prepared):
             say(f"titanlite: {notice}")
-        if opened and name != "tokens":
-            check(require_tokenizer, tokenizer, f'{section}.dataset = "{name}"')
+        if opened and dataset.dataset != "tokens":
+            purpose = f'{section}.dataset = "{dataset.dataset}"'
+            check(require_tokenizer, prepared.tokenizer, purpose)
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
@@ -202,7 +211,7 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
         device == "cuda" and config.training.document_mask
     ):  # FlexAttention is compiled in any case
         check(_check_triton, "training.document_mask")
-    check(build_converters, job)
+    prepared.converters = check(build_converters, job)
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
     check(require_sinks, config)
@@ -211,11 +220,19 @@ def _check_without_model(check: Check, job: Job, device: str) -> None:
 def _check_gpus(device: str) -> None:
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not in_a_fork(has_usable_gpu):  # it starts the driver
         raise UserError(
             f"this node has GPUs, but torch {torch.__version__} can't use them: "
             "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
         )
+
+
+def has_usable_gpu() -> bool:
+    """Return whether torch can use a GPU, which starts the driver in this process."""
+    import torch
+
+    os.environ.pop(ASK_NVML, None)
+    return torch.cuda.is_available()
 
 
 def _check_dump_folder(folder: Path) -> None:

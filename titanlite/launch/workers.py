@@ -15,15 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from titanlite.errors import RunFailed
 from titanlite.fault.inspection import process_state
 from titanlite.fault.stall import STOPPED
 from titanlite.launch.failure import Exit
+from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
+from titanlite.runtime.forks import CannotFork, Child, ForkServer
 from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
 
+Process = subprocess.Popen[bytes] | Child
+NO_FORKS = "titanlite: ranks start as new interpreters: {}"
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 2
 """From SIGINT to SIGKILL, and until a killed process is gone."""
@@ -62,13 +66,15 @@ class Workers:
     """For the config and the files of runtime/rank_files.py."""
     environ: Mapping[str, str]
     module: str = "titanlite.train"
+    forks: ForkServer | None = None
+    """Starts workers without their imports; without one they are new interpreters."""
 
     def run(self, poll: Callable[[], None]) -> tuple[dict[int, Exit], RunFailed | None]:
         """Run until all workers are done or one has failed; return the exits, and the error of
         `poll` if that ended them. A signal raises Signaled."""
         (self.private / "config.toml").write_text(self.config, encoding="utf-8")
         _raise_on_signals()
-        processes: dict[int, subprocess.Popen[bytes]] = {}
+        processes: dict[int, Process] = {}
         ending = signal.SIGKILL  # to a rank SIGTERM is a request to save and stop
         reason = None
         try:
@@ -87,7 +93,7 @@ class Workers:
             exits = _end(processes, ending)
         return exits, reason
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> Process:
         log = rank_log(self.folder, rank)
         log.parent.mkdir(parents=True, exist_ok=True)
         host, port = self.address
@@ -103,19 +109,32 @@ class Workers:
             "TORCHELASTIC_ERROR_FILE": str(rank_file(self.private, rank, ERROR)),
             RESOLVED_CONFIG: str(self.private / "config.toml"),
         }
+        variables = {**os.environ, **self.environ, **environ}
         # Held back until its first line: an interpreter that starts would leave a traceback.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             with log.open("wb") as output:  # the worker joins its stdout to its stderr
-                return subprocess.Popen(
+                return self._fork(variables, output) or subprocess.Popen(
                     [sys.executable, "-m", self.module, *self.argv],
-                    env={**os.environ, **self.environ, **environ},
+                    env=variables,
                     stdout=subprocess.DEVNULL,
                     stderr=output,
                     start_new_session=True,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def _fork(self, variables: Mapping[str, str], output: BinaryIO) -> Process | None:
+        """Return a worker that was forked; None where that is not safe."""
+        if not self.forks or self.forks.fault:
+            return None
+        try:
+            with open(os.devnull, "r+b") as null:
+                files = null.fileno(), null.fileno(), output.fileno()
+                return self.forks.start(self.argv, variables, files)
+        except CannotFork as error:
+            say(NO_FORKS.format(error))
+            return None
 
 
 def _raise_on_signals() -> None:
@@ -131,14 +150,12 @@ def _raise_on_signals() -> None:
             signal.signal(number, raise_signaled)
 
 
-def _are_over(processes: Iterable[subprocess.Popen[bytes]]) -> bool:
+def _are_over(processes: Iterable[Process]) -> bool:
     codes = [process.poll() for process in processes]
     return any(codes) or None not in codes
 
 
-def _end(
-    processes: Mapping[int, subprocess.Popen[bytes]], ending: signal.Signals
-) -> dict[int, Exit]:
+def _end(processes: Mapping[int, Process], ending: signal.Signals) -> dict[int, Exit]:
     """End the workers that still run, and processes forked by workers, such as data loaders; return
     the exits.
     """
@@ -160,7 +177,7 @@ def _end(
     return exits
 
 
-def _wait(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def _wait(processes: Iterable[Process]) -> None:
     """Wait for processes, but not longer: a process that waits for a device in the kernel cannot be
     ended.
     """
@@ -176,6 +193,9 @@ def _kill_groups(groups: list[int]) -> None:
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups and time.monotonic() < deadline:
+        for group in groups:
+            with suppress(ChildProcessError):  # the launcher is the parent of what ranks have left
+                os.waitpid(-group, os.WNOHANG)
         groups = [group for group in groups if kill_group(group)]
         time.sleep(0.02)
 

@@ -88,6 +88,7 @@ class OwnPage(Page):
         with file.open("r+b") as opened:
             self._file = mmap.mmap(opened.fileno(), 2 * HALF_BYTES)
         self.pid = os.getpid()
+        self.since = time.monotonic()  # a fork has the time of its launcher's imports
         self._write()
 
     def enter(self, phase: str) -> None:

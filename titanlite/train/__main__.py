@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 
-def main(task: Any = None) -> None:
-    """Be a worker that trains, or does another task."""
+def main(task: Any = None, prepared: Any = None) -> None:
+    """Be a worker that trains, or does another task; a fork has what its launcher has prepared."""
     # Ctrl-C ends a rank at once, also inside a collective or an import.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher holds it back
@@ -26,7 +26,7 @@ def main(task: Any = None) -> None:
     share_own_page(os.environ)  # before torch takes its seconds
     from titanlite.train.worker import main as work
 
-    code = work(sys.argv[1:], task)
+    code = work(sys.argv[1:], task, prepared)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a normal interpreter exit can abort in a communication thread

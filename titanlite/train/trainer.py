@@ -46,6 +46,7 @@ from titanlite.train.generate import generate
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
+from titanlite.train.prepared import Prepared
 from titanlite.train.rank_facts import Facts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
@@ -55,6 +56,10 @@ from titanlite.train.validate import validation_loss
 class Trainer:
     """Train a job on this rank. The process group must exist."""
 
+    thaws = True
+    """Whether the end of a run lets the collector look at all objects again: not in a process of
+    many runs, which has frozen what it imported."""
+
     def __init__(
         self,
         job: Job,
@@ -62,8 +67,10 @@ class Trainer:
         device: torch.device,
         log: logging.Logger,
         stop: Stop | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         self.job = job
+        self.prepared = prepared or Prepared()
         self.rank_info = rank_info
         self.device = device
         self.log = log
@@ -121,17 +128,18 @@ class Trainer:
     def _open_data(self) -> None:
         """Open the data of this rank: of training, and of validation if enabled."""
         job = self.job
-        self.tokenizer = open_tokenizer(job)
+        opened = self.prepared.sources
+        self.tokenizer = self.prepared.tokenizer or open_tokenizer(job)
         self.rank_slice = RankSlice(
             coordinate=job.layout.batch_coordinate(self.rank_info.rank),
             ranks=job.batch.data_parallel,
             local=job.batch.local,
             accumulation=job.batch.accumulation,
         )
-        self.data = training_data(job, self.tokenizer, self.seed)
+        self.data = training_data(job, self.tokenizer, self.seed, opened)
         own_facts = replace(self.facts, training=self.data.fingerprint)
         if job.config.validation.enable:
-            held_out = validation_data(job, self.tokenizer)
+            held_out = validation_data(job, self.tokenizer, opened)
             self._build_validation_loader(held_out)
             own_facts = replace(own_facts, validation=held_out.fingerprint)
         compare(own_facts, self.rank_info.world)
@@ -153,11 +161,14 @@ class Trainer:
         config = job.config
         # The whole model, on the meta device. With one pipeline stage build_parts makes it this
         # rank's only part.
-        self.model, table = build_model(job)
+        self.model, table = self.prepared.model or build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
         flops = flops_per_token(named, table, job.shape, config.training.seq_len)
-        context = Context(job, self.mesh, table, self.device, build_converters(job))
+        converters = self.prepared.converters
+        if converters is None:
+            converters = build_converters(job)
+        context = Context(job, self.mesh, table, self.device, converters)
         self.report = Report(context, self.rank_info, self.log, flops)
         is_filled = self.resume.continues and not self.resume.exclude
         self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
@@ -204,7 +215,6 @@ class Trainer:
             self.report.close()
             return
         gc.disable()  # ranks that collect garbage at different times wait for each other
-        self._thaws = not gc.get_freeze_count()  # what others have frozen stays so
         gc.collect()
         gc.freeze()  # existing objects stay; scanning them again would take 0.1 s each time
         self._start_reading()
@@ -388,7 +398,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the data readers and close the sinks."""
-        if self._thaws:
+        if self.thaws:
             gc.unfreeze()
         gc.enable()
         self.batches.close()

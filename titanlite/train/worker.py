@@ -30,12 +30,15 @@ from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.parent import exit_with_parent
 from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG
 from titanlite.train.ending import describe_end, describe_stop
+from titanlite.train.prepared import Prepared
 from titanlite.train.summary import describe_start
 from titanlite.train.trainer import Trainer
 
 
 def main(
-    argv: list[str], task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None
+    argv: list[str],
+    task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None,
+    prepared: Prepared | None = None,
 ) -> int:
     """Train or do another task.
 
@@ -67,7 +70,7 @@ def main(
             task(job, rank, environ)
             return OK
         stop = Stop(job.config, rank, environ)
-        return run(job, rank, device, environ, stop)
+        return run(job, rank, device, stop, prepared)
     except BaseException as error:
         error = _in_one_line(error)
         if isinstance(error, UserError):
@@ -118,8 +121,11 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         file.write(json.dumps(content).encode())
 
 
-def run(job: Job, rank: RankInfo, device: torch.device, environ: dict[str, str], stop: Stop) -> int:
+def run(
+    job: Job, rank: RankInfo, device: torch.device, stop: Stop, prepared: Prepared | None
+) -> int:
     """Train a valid job on this rank; return its exit code."""
+    environ = dict(os.environ)
     config, folder = job.config, Path(job.config.job.dump_folder)
     # Otherwise nothing can be saved, and a signal ends this rank at once.
     if config.checkpoint.enable:
@@ -151,7 +157,7 @@ def run(job: Job, rank: RankInfo, device: torch.device, environ: dict[str, str],
             log.info(to_toml(job.given))
         heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)
         heart.start()
-        trainer = Trainer(job, rank, device, log, stop)
+        trainer = Trainer(job, rank, device, log, stop, prepared)
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()

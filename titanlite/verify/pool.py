@@ -29,6 +29,7 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.runtime.distributed import set_collective_timeout, shared_device
+from titanlite.train.trainer import Trainer
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
@@ -186,6 +187,7 @@ def _serve(
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
+    Trainer.thaws = False
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     current_generation = 0
     with open(stack_file, "w") as stack:
@@ -203,7 +205,7 @@ def _serve(
                     current_generation = generation
                 set_collective_timeout(timeout)  # an earlier run may have changed it
                 function, args = pickle.loads(work)
-                gc.freeze()  # a run that collects garbage does not scan what was imported
+                gc.freeze()  # or each run would collect garbage among all that was imported
                 answer = pickle.dumps(function(*args))
             except BaseException:
                 error = traceback.format_exc()

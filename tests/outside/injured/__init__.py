@@ -69,8 +69,18 @@ def prepare() -> None:
     from titanlite.runtime.page import OWN_PAGE, OwnPage
     from titanlite.train.step import StepRunner
 
-    planned, enter, clip = injuries(), OwnPage.enter, StepRunner.clip_gradients
-    destroy = dist.destroy_process_group
+    planned, enter, clip = list[tuple[str, str, int]](), OwnPage.enter, StepRunner.clip_gradients
+    destroy, share = dist.destroy_process_group, OwnPage.share
+
+    def begin() -> None:
+        planned[:] = injuries()
+        for kind, phase, _ in planned:
+            if phase == "start":
+                suffer(kind)
+
+    def injured_share(self: Any, *arguments: Any) -> None:
+        share(self, *arguments)
+        begin()  # a rank that is forked from its launcher, which has imported this
 
     def injured_enter(self: Any, phase: str) -> None:
         enter(self, phase)
@@ -94,13 +104,12 @@ def prepare() -> None:
             if phase == "end":
                 suffer(kind)
 
+    mock.patch.object(OwnPage, "share", injured_share).start()
     mock.patch.object(dist, "destroy_process_group", injured_destroy).start()
     mock.patch.object(OwnPage, "enter", injured_enter).start()
     mock.patch.object(StepRunner, "clip_gradients", injured_clip).start()
-    for kind, phase, _ in planned:
-        if phase == "start":
-            suffer(kind)
+    begin()
 
 
-if injuries():  # never in the launcher, which imports this too but has no rank
+if os.environ.get("INJURY"):  # also in the launcher, which has no rank, but from which ranks fork
     prepare()

@@ -90,10 +90,22 @@ def vote_for_known_shapes() -> None:
         mock.patch.object(_PipelineSchedule, "_warmup_p2p", voted).start()
 
 
-# Never in the launcher, which imports this too; a rank of a pool has no such variable.
-if "RANK" in os.environ or torch.distributed.is_initialized():
+def begin() -> None:
     mark_phases()
     take_time_on_the_network()
     choose_experts_evenly()
     find_tokens_to_validate()
     vote_for_known_shapes()
+
+
+def begin_when_shared(self: Any, *arguments: Any) -> None:
+    share(self, *arguments)
+    begin()
+
+
+share = OwnPage.share
+# A rank of a pool has no such variable.
+if "RANK" in os.environ or torch.distributed.is_initialized():
+    begin()
+else:  # the launcher, from which ranks are forked
+    mock.patch.object(OwnPage, "share", begin_when_shared).start()
