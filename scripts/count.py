@@ -1,9 +1,12 @@
-"""Count titanlite: python scripts/count.py [--style | --ring 1]. Only the standard library is used.
+"""Count titanlite, by the standard library only.
+
+    python scripts/count.py [--style | --ring 1 | --tests]
 
 Prints the tokens of every ring and room; with --style how densely the rings are written, with
---ring the files of one ring in reading order. Tokens are those of Python's lexer without comments,
-docstrings, line ends and indentation: lines can be packed, tokens can't. A ring is a block of files
-in CONTRIBUTING.md."""
+--ring the files of one ring in reading order, with --tests the rooms of the tests. Tokens are those
+of Python's lexer without comments, docstrings, line ends and indentation, and an f-string is one,
+as it is to the lexer before Python 3.12: all Pythons count alike. A ring is a block of files in
+CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ LAYOUT = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+F_STRING = {"FSTRING_START": 1, "TSTRING_START": 1, "FSTRING_END": -1, "TSTRING_END": -1}
+"""How tokens of an f-string, from Python 3.12 on, change the depth of nested ones."""
 LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 LONG_LINE = 100
 
@@ -80,8 +85,10 @@ def source(path: Path) -> str:
 @cache
 def tokens(path: Path) -> int:
     """Return the tokens of a file."""
-    lexed = tokenize.generate_tokens(io.StringIO(source(path)).readline)
-    count = sum(token.type not in LAYOUT for token in lexed)
+    count = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source(path)).readline):
+        depth += F_STRING.get(tokenize.tok_name[token.type], 0)
+        count += depth == 0 and token.type not in LAYOUT
     for node in ast.walk(ast.parse(source(path))):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             count -= isinstance(node.value.value, str)  # a docstring
@@ -125,6 +132,14 @@ def main(arguments: list[str]) -> None:
         for ring, paths in rings().items():
             values = ", ".join(f"{name} {value:.1f}" for name, value in style(paths).items())
             print(f"ring {ring}: {values}")
+        return
+    if arguments == ["--tests"]:
+        rooms = Counter[str]()
+        for path in sorted((ROOT / "tests").rglob("*.py")):
+            rooms[room(path.relative_to(ROOT))] += tokens(path.relative_to(ROOT))
+        for name, count in rooms.most_common():
+            print(f"{name:<24} {count:>8,}")
+        print(f"{'tests/ as a whole':<24} {rooms.total():>8,}")
         return
     print("tokens of code, without comments and docstrings\n")
     for ring, paths in rings().items():

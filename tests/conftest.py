@@ -1,5 +1,5 @@
 """One pool of ranks for each process of the suite, and two lanes: tests marked `long` run with
---all, or when they are named.
+--all, those marked `nightly` with --nightly, and both when they are named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ LEFT_OUT = pytest.StashKey[int]()
 SPENT = pytest.StashKey[Counter[str]]()
 """Processor seconds by file, of all processes."""
 BEGAN = pytest.StashKey[float]()
-LANE = "titanlite's lane"
+LANES = pytest.StashKey[tuple[bool, bool, bool]]()
+"""Whether --all, --nightly, or names of tests were given."""
+NAME = "titanlite's lanes"
 COLLECTION = "imports and collection"
 DEAREST = 10
 SLOW_FILES = {"test_tutorials", "test_first_light", "test_slurm", "test_restart", "test_container"}
@@ -63,6 +65,7 @@ def _leaves_no_run() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked long")
+    parser.addoption("--nightly", action="store_true", help="run only those marked nightly")
     parser.addoption(
         "--most-seconds", type=int, default=0, help="fail above this many processor seconds"
     )
@@ -72,21 +75,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = 0
     config.stash[SPENT] = Counter()
     config.stash[BEGAN] = time.monotonic()
-    if LANE in (from_controller := getattr(config, "workerinput", {})):
-        config.option.all = from_controller[LANE]
-    elif config.args and all("::" in argument for argument in config.args):
-        config.option.all = True  # each test is named
+    option = config.option
+    named = config.args and all("::" in argument for argument in config.args)
+    lanes = option.all, option.nightly, bool(named)
+    config.stash[LANES] = getattr(config, "workerinput", {}).get(NAME, lanes)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give an xdist worker the lane: its arguments do not say whether tests are named."""
-    node.workerinput[LANE] = node.config.option.all
+    """Give an xdist worker the lanes: its arguments do not say whether tests are named."""
+    node.workerinput[NAME] = node.config.stash[LANES]
+
+
+def runs_here(item: pytest.Item) -> bool:
+    """Return whether a test is in the lane that was asked for."""
+    all_of_ci, only_nightly, named = item.config.stash[LANES]
+    if named or item.get_closest_marker("nightly"):
+        return named or only_nightly
+    return not only_nightly and (all_of_ci or not item.get_closest_marker("long"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if not config.option.all and item.get_closest_marker("long")]
-    items[:] = [item for item in items if item not in left_out]
+    left_out = [item for item in items if not runs_here(item)]
+    items[:] = filter(runs_here, items)
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = len(left_out)
     tests = Counter(item.path for item in items)
@@ -125,7 +136,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.stash[LEFT_OUT]:
         terminalreporter.line(
-            f"left out: {config.stash[LEFT_OUT]} long tests; ./scripts/test.sh --all runs them too"
+            f"left out: {config.stash[LEFT_OUT]} tests; ./scripts/test.sh --all runs the long "
+            "ones, ./scripts/nightly.sh the others"
         )
     spent, minutes = config.stash[SPENT], (time.monotonic() - config.stash[BEGAN]) / 60
     if len(spent) > DEAREST:

@@ -6,14 +6,38 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from titanlite.config.job import Job
+from titanlite.launch.nodes import Nodes, gpu_name
+from titanlite.launch.preflight import rank_bytes
 from titanlite.runtime.parent import exit_with_parent
 
 CPU_SECONDS = 60
 """Time limit of the child, which is killed then: its lines would come too late."""
+
+
+def planned_in_background(
+    job: Job, nodes: Nodes, device: str, processes: int
+) -> AbstractContextManager[Callable[[], list[str]]]:
+    """Plan a step of the job in the background; yield what returns the lines about it when they are
+    known.
+    """
+    asked = job.config.job.plan
+    if nodes.rank > 0 or not (device == "cuda" if asked is None else asked):
+        return nullcontext(list)
+    return BackgroundLines(partial(_planned_lines, job, device, processes))
+
+
+def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
+    # In the child: the workers' start does not wait for it.
+    from titanlite.planner.plan import start_lines
+
+    gpu = gpu_name() if device == "cuda" else ""
+    return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
 
 
 class BackgroundLines:

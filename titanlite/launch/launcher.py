@@ -13,8 +13,8 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,23 +29,22 @@ from titanlite.config.options import KeysHelp
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import FAILED, INTERRUPTED, OK, REFUSED, RunFailed, UserError
+from titanlite.launch.background import planned_in_background
 from titanlite.launch.nodes import (
     Nodes,
     describe_start,
     find_device,
     find_nodes,
-    gpu_name,
     prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, data_faults, rank_bytes
+from titanlite.launch.preflight import check_machine, data_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
-from titanlite.runtime.forks import CannotFork, ForkServer
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
     from titanlite.launch.attempts import Attempt
     from titanlite.launch.node import Node
     from titanlite.launch.terminal import Terminal
+    from titanlite.runtime.forks import ForkServer
     from titanlite.runtime.page import EarlyExit
-    from titanlite.train.prepared import Prepared
 
 AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
 EPILOG = """examples:
@@ -146,33 +145,19 @@ def _check_and_run(argv: list[str]) -> int:
                 "nothing was trained"
             )
         return OK
-    forks = _fork_server(prepared)
+    from titanlite.launch.workers import fork_server
+
+    forks = fork_server(prepared)
     for name in not_for_workers:
         del os.environ[name]
     try:
         stopping = Stopping(job.config)
-        with _plan(job, nodes, device, processes) as notices:
+        with planned_in_background(job, nodes, device, processes) as notices:
             return Launch(
                 argv, loaded, job, nodes, device, processes, shown, notices, stopping, forks
             ).run()
     except Stopped as stopped:  # before the workers were there
         return _end_early(job, stopped.early)
-
-
-def _fork_server(prepared: Prepared) -> ForkServer | None:
-    """Return what forks workers from this process, as it is before it has threads; None where a
-    fork is not safe.
-    """
-    from titanlite.launch.workers import NO_FORKS
-    from titanlite.train import worker  # noqa: F401  (which each fork has then)
-    from titanlite.train.__main__ import main as work
-
-    try:
-        return ForkServer(partial(work, prepared=prepared))
-    except CannotFork as error:
-        if sys.platform == "linux":
-            say(NO_FORKS.format(error))
-        return None
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
@@ -208,28 +193,6 @@ def _of_another_run(job: Job) -> list[str]:
     return [
         key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))
     ]
-
-
-def _plan(
-    job: Job, nodes: Nodes, device: str, processes: int
-) -> AbstractContextManager[Callable[[], list[str]]]:
-    """Plan a step of the job in the background; yield what returns the lines about it when they are
-    known.
-    """
-    asked = job.config.job.plan
-    if nodes.rank > 0 or not (device == "cuda" if asked is None else asked):
-        return nullcontext(list)
-    from titanlite.launch.background import BackgroundLines
-
-    return BackgroundLines(partial(_planned_lines, job, device, processes))
-
-
-def _planned_lines(job: Job, device: str, processes: int) -> Sequence[str]:
-    # In the child: the workers' start does not wait for it.
-    from titanlite.planner.plan import start_lines
-
-    gpu = gpu_name() if device == "cuda" else ""
-    return start_lines(job, gpu, rank_bytes(job, device, processes), processes)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from titanlite.runtime.cluster import (
     set_defaults,
     slurm_master,
 )
+from titanlite.runtime.forks import in_a_fork
 from titanlite.runtime.rank_files import LAUNCHED
 
 
@@ -223,6 +224,25 @@ def prepare_imports(nodes: Nodes, processes: int, environ: MutableMapping[str, s
     own = {name for name in ONLY_IMPORTS if name not in environ}
     environ.update((name, ONLY_IMPORTS[name]) for name in own)
     return own
+
+
+def check_gpus(device: str) -> None:
+    """Raise if torch can't use this node's GPUs."""
+    import torch
+
+    if device == "cuda" and not in_a_fork(has_usable_gpu):  # it starts the driver
+        raise UserError(
+            f"this node has GPUs, but torch {torch.__version__} can't use them: "
+            "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
+        )
+
+
+def has_usable_gpu() -> bool:
+    """Return whether torch can use a GPU, which starts the driver in this process."""
+    import torch
+
+    os.environ.pop(ASK_NVML, None)
+    return torch.cuda.is_available()
 
 
 def describe_start(nodes: Nodes, device: str, processes: int) -> str:

@@ -26,10 +26,9 @@ from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
-from titanlite.launch.nodes import ASK_NVML, gpu_bytes, gpu_capability
+from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
 from titanlite.runtime.bucket import BucketError, Unreachable, in_own_process
-from titanlite.runtime.forks import in_a_fork
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,9 +50,8 @@ def check_machine(
     first_node: bool = True,
     entries: Mapping[str, Entry] = {},
 ) -> Prepared:
-    """Raise a UserError that names everything this machine lacks for the job; a data set that is
-    not there is an error of the config, where `entries` has the origins of values. Return what the
-    checks have opened and built.
+    """Return what the checks have opened and built; raise a UserError that names all that this
+    machine lacks for the job. `entries` has the origins of values.
     """
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, tensor_parallel
@@ -72,7 +70,7 @@ def check_machine(
             elif str(error) not in problems:
                 problems.append(str(error))
 
-    check(_check_gpus, device)
+    check(check_gpus, device)
     if not problems:
         _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
@@ -89,6 +87,11 @@ def check_machine(
                 check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
             if job.config.training.offload_folder:
                 check(_check_disk, job, processes)
+    _raise_any(job, problems, faults)
+    return prepared
+
+
+def _raise_any(job: Job, problems: list[str], faults: list[ConfigFault]) -> None:
     parts = [str(ConfigError(faults))] if faults else []
     if problems:
         name = f"{job.config.model.name} {job.config.model.flavor}"
@@ -96,7 +99,6 @@ def check_machine(
         parts.append("\n  ".join([title, *problems]))
     if parts:
         raise UserError("\n".join(parts))
-    return prepared
 
 
 def rank_bytes(job: Job, device: str, processes: int) -> int | None:
@@ -211,28 +213,10 @@ def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared
         device == "cuda" and config.training.document_mask
     ):  # FlexAttention is compiled in any case
         check(_check_triton, "training.document_mask")
-    prepared.converters = check(build_converters, job)
+    prepared.converters = check(build_converters, job) or ()
     if config.quantize.linear.float8.enable:
         check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
     check(require_sinks, config)
-
-
-def _check_gpus(device: str) -> None:
-    import torch
-
-    if device == "cuda" and not in_a_fork(has_usable_gpu):  # it starts the driver
-        raise UserError(
-            f"this node has GPUs, but torch {torch.__version__} can't use them: "
-            "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
-        )
-
-
-def has_usable_gpu() -> bool:
-    """Return whether torch can use a GPU, which starts the driver in this process."""
-    import torch
-
-    os.environ.pop(ASK_NVML, None)
-    return torch.cuda.is_available()
 
 
 def _check_dump_folder(folder: Path) -> None:

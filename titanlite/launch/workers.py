@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titanlite.errors import RunFailed
 from titanlite.fault.inspection import process_state
@@ -25,6 +26,9 @@ from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
 from titanlite.runtime.forks import CannotFork, Child, ForkServer
 from titanlite.runtime.rank_files import ERROR, RESOLVED_CONFIG, rank_file
+
+if TYPE_CHECKING:
+    from titanlite.train.prepared import Prepared
 
 Process = subprocess.Popen[bytes] | Child
 NO_FORKS = "titanlite: ranks start as new interpreters: {}"
@@ -135,6 +139,21 @@ class Workers:
         except CannotFork as error:
             say(NO_FORKS.format(error))
             return None
+
+
+def fork_server(prepared: Prepared) -> ForkServer | None:
+    """Return what forks workers from this process, as it is before it has threads; None where a
+    fork is not safe.
+    """
+    from titanlite.train import worker  # noqa: F401  (which each fork has then)
+    from titanlite.train.__main__ import main as work
+
+    try:
+        return ForkServer(partial(work, prepared=prepared))
+    except CannotFork as error:
+        if sys.platform == "linux":
+            say(NO_FORKS.format(error))
+        return None
 
 
 def _raise_on_signals() -> None:

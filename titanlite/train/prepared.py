@@ -18,6 +18,6 @@ class Prepared:
 
     tokenizer: Tokenizer | None = None
     sources: dict[Place, Source] = field(default_factory=dict)
-    converters: Sequence[Converter] | None = None
+    converters: Sequence[Converter] = ()
     model: tuple[nn.Module, dict[str, Rule]] | None = None
     """The whole model on the meta device, and its table."""

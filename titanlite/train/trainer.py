@@ -56,9 +56,7 @@ from titanlite.train.validate import validation_loss
 class Trainer:
     """Train a job on this rank. The process group must exist."""
 
-    thaws = True
-    """Whether the end of a run lets the collector look at all objects again: not in a process of
-    many runs, which has frozen what it imported."""
+    thaws = True  # the heap, at a run's end; a process of many runs has frozen its imports
 
     def __init__(
         self,
@@ -128,7 +126,6 @@ class Trainer:
     def _open_data(self) -> None:
         """Open the data of this rank: of training, and of validation if enabled."""
         job = self.job
-        opened = self.prepared.sources
         self.tokenizer = self.prepared.tokenizer or open_tokenizer(job)
         self.rank_slice = RankSlice(
             coordinate=job.layout.batch_coordinate(self.rank_info.rank),
@@ -136,10 +133,10 @@ class Trainer:
             local=job.batch.local,
             accumulation=job.batch.accumulation,
         )
-        self.data = training_data(job, self.tokenizer, self.seed, opened)
+        self.data = training_data(job, self.tokenizer, self.seed, self.prepared.sources)
         own_facts = replace(self.facts, training=self.data.fingerprint)
         if job.config.validation.enable:
-            held_out = validation_data(job, self.tokenizer, opened)
+            held_out = validation_data(job, self.tokenizer, self.prepared.sources)
             self._build_validation_loader(held_out)
             own_facts = replace(own_facts, validation=held_out.fingerprint)
         compare(own_facts, self.rank_info.world)
@@ -165,9 +162,7 @@ class Trainer:
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
         flops = flops_per_token(named, table, job.shape, config.training.seq_len)
-        converters = self.prepared.converters
-        if converters is None:
-            converters = build_converters(job)
+        converters = self.prepared.converters or build_converters(job)
         context = Context(job, self.mesh, table, self.device, converters)
         self.report = Report(context, self.rank_info, self.log, flops)
         is_filled = self.resume.continues and not self.resume.exclude

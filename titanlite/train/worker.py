@@ -40,10 +40,8 @@ def main(
     task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None,
     prepared: Prepared | None = None,
 ) -> int:
-    """Train or do another task.
-
-    Return its exit code: 2 for a user's mistake, 1 for a run that failed or a bug, 75 or 76 for one
-    that stopped on request; there titanlite's launcher gets 0 and a file.
+    """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that
+    failed or a bug, 75 or 76 for one that stopped on request (below a launcher 0 and a file).
     """
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
