@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests on another torch: ./scripts/test_torch.sh VERSION [pytest arguments], e.g. 2.11.0 --long
+# The tests on another torch: ./scripts/test_torch.sh VERSION [pytest arguments], e.g. 2.11.0 --all
 # PYTHON=python3.12 picks another Python. The environment, .venv-torch-VERSION, is made once (up to 8 GB).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,4 +19,4 @@ if [ "$(cat "$venv/complete" 2>/dev/null)" != "$here" ]; then  # none yet, or co
 fi
 export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH PYTHON=$venv/bin/python
 "$PYTHON" -c 'import sys, torch; print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")'
-exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
+exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
