@@ -86,11 +86,12 @@ def test_sigterm_saves_the_same_step_on_all_ranks_and_the_resume_is_exact(pool, 
     same_as_undisturbed(pool, folder, step + 2)
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_exits_with_130_and_a_hangup_under_nohup_does_not_end_the_run(tmp_path):
     handler = signal.signal(
         signal.SIGHUP, signal.SIG_IGN
     )  # as nohup does; what is started inherits it
-    process = started(tmp_path)
+    process = started(tmp_path, real="it inherits the ignored signal")
     signal.signal(signal.SIGHUP, handler)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)

@@ -42,7 +42,9 @@ def consoles(folder: Path) -> Iterator[tuple[str, str]]:
     process = start([*saving, "--training.steps=100000"], folder / "stopped", NGPU="2")
     wait_for(folder / "stopped/checkpoint/step-4", process)
     process.send_signal(signal.SIGINT)
-    yield "Ctrl-C", finish(process)[1]
+    code, out = finish(process)
+    assert code == 128 + signal.SIGINT, out
+    yield "Ctrl-C", out
 
 
 def normalized(text: str, folder: Path) -> str:
