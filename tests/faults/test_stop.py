@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ def stopped(process: subprocess.Popen, folder: Path, *reason: str, code: int = S
         assert committed(folder / "checkpoint")[-1] == step
         says(last, step_folder(folder / "checkpoint", step))
     return step
+
+
+def signal_all(process: subprocess.Popen) -> None:
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):  # a loader that has ended
+            os.kill(pid, signal.SIGTERM)
 
 
 def same_as_undisturbed(pool: Any, folder: Path, step: int, *argv: str) -> None:
@@ -175,8 +182,7 @@ def test_a_run_that_only_starts_loses_nothing(tmp_path, moment):
     assert process.stdout
     process.stdout.readline()  # how many processes it starts
     time.sleep(1)
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGTERM)
+    signal_all(process)
     code, out = finish(process)
     assert code == STOPPED and "Traceback" not in out, out
     says(out.splitlines()[-1], f"of {MANY} on request", "SIGTERM")
@@ -263,9 +269,8 @@ def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
     get no data.
     """
     process = started(tmp_path, "--training.dataloader.num_workers=1")
-    for _ in range(2):
-        for pid in [process.pid, *descendants(process.pid)]:
-            os.kill(pid, signal.SIGTERM)
+    signal_all(process)
+    signal_all(process)
     stopped(process, tmp_path, "SIGTERM")
 
 

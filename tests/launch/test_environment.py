@@ -74,7 +74,7 @@ def refusal(checkout: Path, **environ: str) -> str:
 @pytest.mark.long
 def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout):
     both = start(checkout), start(checkout)
-    outputs = [process.communicate(timeout=120) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     expected = str(checkout / ".venv/bin/python")
     assert [out.strip() for out, _ in outputs] == [expected] * 2
@@ -159,7 +159,7 @@ def test_an_installation_shows_what_it_downloads_and_has_unpacked(checkout, caps
 def test_an_installation_prints_one_line_and_its_failure_names_the_log(checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace('"backend"', '"absent_backend"'))
-    out, error = start(checkout).communicate(timeout=120)
+    out, error = start(checkout).communicate(timeout=300)
     installing, failed, rest = error.splitlines()
     assert out == "" and INSTALLS in installing and "failed" in failed
     log = checkout / ".venv/titanlite-install.log"
