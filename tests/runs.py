@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,6 +17,8 @@ from typing import Any
 
 from tests.forked import Forked, Server, at_start
 from tests.jobs import OUTSIDE
+from titanlite.runtime.page import read_page
+from titanlite.runtime.rank_files import PAGE
 
 ROOT = Path(__file__).parents[1]
 STARTED: list[subprocess.Popen] = []
@@ -198,3 +201,24 @@ def left_over(family: Iterable[int], until: float | None = None) -> list[int]:
     while any(map(alive, family)) and time.monotonic() < until:
         time.sleep(0.1)
     return [pid for pid in family if alive(pid)]
+
+
+def rank_pids(launcher: subprocess.Popen) -> dict[int, int]:
+    """Return the processes of a launcher's ranks, as far as they have started, by the pages that
+    they keep in its folder: a forked rank's /proc/PID/environ would be the launcher's.
+    """
+    family, found = descendants(launcher.pid), {}
+    for file in Path(tempfile.gettempdir()).glob(f"titanlite-*/*.{PAGE}"):
+        page = read_page(file)
+        if page and page.pid in family:
+            found[int(file.stem)] = page.pid
+    return found
+
+
+def rank_pid(launcher: subprocess.Popen, rank: int, seconds: float = 60) -> int:
+    """Return the process of a rank once it has a page."""
+    deadline = time.monotonic() + seconds
+    while rank not in (found := rank_pids(launcher)):
+        assert time.monotonic() < deadline and launcher.poll() is None, finish(launcher)
+        time.sleep(0.02)
+    return found[rank]

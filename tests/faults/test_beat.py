@@ -65,7 +65,7 @@ def test_a_launched_rank_shows_where_it_is_and_learns_that_it_should_stop(tmp_pa
     }
     learned: list[str] = []
     heart = Heart(
-        JobConfig(), RankInfo(1, 2, 1, "here"), environ, learned.append, lambda: "SIGTERM to rank 1"
+        JobConfig(), RankInfo(1, 2, 1, "here"), environ, learned.append, lambda: "SIGTERM: rank 1"
     )
     monkeypatch.setattr(OWN_PAGE, "_file", None)
     OWN_PAGE.share(tmp_path / "1.page")
@@ -73,7 +73,7 @@ def test_a_launched_rank_shows_where_it_is_and_learns_that_it_should_stop(tmp_pa
         heart.start()
         wait_until(lambda: bool((page := read_page(tmp_path / "1.page")) and page.heartbeat), 20)
         page = read_page(tmp_path / "1.page")
-    assert page and (page.phase, page.asked) == ("backward", "SIGTERM to rank 1")
+    assert page and (page.phase, page.asked) == ("backward", "SIGTERM: rank 1")
     beat = beat_of(JobConfig(), page, "here")
     assert (beat.phase, beat.host, beat.limit, beat.pid) == ("backward", "here", 300, os.getpid())
     (tmp_path / STOP).write_text("Ctrl-C")

@@ -3,7 +3,6 @@ complete step.
 """
 
 import errno
-import json
 import os
 import re
 import resource
@@ -18,11 +17,14 @@ from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_i
 from tests.faults.rounds import slow_save
 from tests.jobs import trainer
 from tests.lanes import sample
+from tests.messages import says
 from tests.observe.test_sinks import tensorboard
+from tests.runs import losses
 from titanlite.checkpoint.manifest import is_complete, step_folder
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
 BALLAST = "ballast"
+NO_MOUNT = "mounting a small disk is not allowed here"
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def on_a_bad_disk(
 @pytest.mark.long
 def test_later_checkpoints_are_archived_where_their_disk_is(pool, tmp_path, small_disk):
     if not small_disk:
-        pytest.skip("mounting a file system is not allowed here")
+        pytest.skip(NO_MOUNT)
     pool.run(run_until, ARGV, str(tmp_path), world=1)
     pool.run(run_until, [*ARGV, "--checkpoint.load_step=4"], str(tmp_path), world=1)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint/previous/*/checkpoint/*"))] == [
@@ -113,33 +115,27 @@ ERRORS = {"full": "No space left on device", "limit": "File too large", "EIO": "
 @pytest.mark.parametrize("how", sample(ERRORS, "full"))
 def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
-        pytest.skip("mounting a small disk is not allowed here")
-    for message, lines in pool.run(
-        on_a_bad_disk, how, f"{tmp_path}/checkpoint", ARGV, str(tmp_path), world=2
-    ):
-        assert "the save of step 4 failed on rank" in message and ERRORS[how] in message
-        assert "the newest checkpoint is step-2" in message
+        pytest.skip(NO_MOUNT)
+    disk = f"{tmp_path}/checkpoint"
+    for message, lines in pool.run(on_a_bad_disk, how, disk, ARGV, str(tmp_path), world=2):
+        says(message, "save of step 4", "on rank", ERRORS[how], "is step-2")
         assert lines[-1].startswith("step:  5"), "within one logging interval"
-    assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(tmp_path / "checkpoint", 2))
+    assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(Path(disk), 2))
     for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
         assert (part["begun"], part["step"]) == (2, 8)
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
 
 
-@pytest.mark.parametrize("how", sample(["full", "limit"]))
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["full", "limit"])
 def test_on_failure_warn_writes_again_when_there_is_space(pool, tmp_path, small_disk, how):
     if how == "full" and not small_disk:
-        pytest.skip("mounting a small disk is not allowed here")
-    argv = [*ARGV, "--checkpoint.on_failure=warn"]
-    for message, lines in pool.run(
-        on_a_bad_disk, how, f"{tmp_path}/checkpoint", argv, str(tmp_path), world=2
-    ):
+        pytest.skip(NO_MOUNT)
+    argv, disk = [*ARGV, "--checkpoint.on_failure=warn"], f"{tmp_path}/checkpoint"
+    for message, lines in pool.run(on_a_bad_disk, how, disk, argv, str(tmp_path), world=2):
         (warned,) = [number for number, line in enumerate(lines) if ERRORS[how] in line]
-        assert (
-            message == ""
-            and lines[warned - 1].startswith("step:  5")
-            and "training continues" in lines[warned]
-        )
+        assert message == "" and lines[warned - 1].startswith("step:  5")
+        says(lines[warned], "training continues")
     assert steps_in(tmp_path) == ["step-2", "step-6", "step-8"]
 
 
@@ -149,36 +145,33 @@ def test_a_full_disk_under_the_metrics_ends_a_run_only_where_a_failed_save_does(
     pool, tmp_path, small_disk, on_failure
 ):
     if not small_disk:
-        pytest.skip("mounting a small disk is not allowed here")
+        pytest.skip(NO_MOUNT)
     argv = [
         *SAVING,
         "--checkpoint.interval=10",
         f"--checkpoint.on_failure={on_failure}",
         "--training.steps=40",
+        "--lr_scheduler.total_steps=40",
+        "--metrics.enable_tensorboard",
     ]
-    argv += ["--lr_scheduler.total_steps=40", "--metrics.enable_tensorboard"]
-    ((message, lines),) = pool.run(
-        on_a_bad_disk, "full", str(tmp_path), argv, str(tmp_path), 30, world=1
-    )
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["step"] for record in records if "loss" in record]
+    folder = str(tmp_path)
+    ((message, lines),) = pool.run(on_a_bad_disk, "full", folder, argv, folder, 30, world=1)
+    steps = [*losses(tmp_path)]
     if on_failure == "stop":
-        assert (
-            re.match(r"RunFailed: (metrics: |the save of step 10 failed)", message)
-            and steps[-1] < 29
-        )
-        assert "No space left on device" in message and "would continue" in message
+        assert re.match(r"RunFailed: (metrics: |the save of step 10 )", message)
+        says(message, ERRORS["full"], "would continue")
+        assert steps[-1] < 29
         return
     assert message == "" and sorted(set(steps)) == steps and len(steps) < 40
     assert steps[:3] == [1, 2, 3] and steps[-11:] == [*range(30, 41)]
+    lost = "\n".join(line for line in lines if "metrics of step 29" in line)
     for path in (tmp_path / "metrics.jsonl", *tmp_path.glob("tb/*")):
-        reason = f"[Errno 28] No space left on device: '{path}'"
-        assert f"metrics of step 29 are lost: {reason}; training continues" in lines
+        says(lost, f"[Errno 28] {ERRORS['full']}: '{path}'", "training continues")
     assert {1, 2, 3, *range(30, 41)} <= tensorboard(tmp_path / "tb")["lr"].keys()
     assert steps_in(tmp_path) == ["step-30", "step-40"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_slow_save_does_not_meet_the_training_timeout(pool, tmp_path):
     for step, took in pool.run(slow_save, 6.0, 2.0, str(tmp_path), world=2):
         assert step == 4 and took >= 6
@@ -196,7 +189,7 @@ def refused_on_a_small_disk(argv: list[str], folder: str) -> tuple[str, list[str
 
 def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_path, small_disk):
     if not small_disk:
-        pytest.skip("mounting a small disk is not allowed here")
+        pytest.skip(NO_MOUNT)
     argv = [
         *ARGV,
         "--model.overrides.dim=32",
@@ -204,15 +197,10 @@ def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_
         "--checkpoint.interval=1",
         "--checkpoint.async_mode=disabled",
     ]
-    for start in range(3):
+    for _ in range(3):
         message, lines = pool.run(refused_on_a_small_disk, argv, str(tmp_path), world=2)[0]
-        assert "No space left on device" in message and "enforce fail" not in message, (
-            start,
-            message,
-        )
+        says(message, ERRORS["full"])
+        assert "enforce fail" not in message
         (warning,) = [line for line in lines if "room for" in line]
-        assert re.search(
-            r"checkpoint has .*iB free, room for \d+ more checkpoints of "
-            r".*keep_latest_k = 99 keeps 99",
-            warning,
-        )
+        says(warning, "iB free", "keep_latest_k = 99")
+        assert re.search(r"room for \d+ more", warning)

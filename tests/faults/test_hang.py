@@ -1,15 +1,21 @@
 """A run that hangs is ended, and one report names the rank to blame, its host, phase and stack."""
 
+from __future__ import annotations
+
 import re
-import socket
 from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
 
 import pytest
 
 from tests.jobs import TINY
 from tests.lanes import sample
-from tests.launch.test_nodes import free_port, node
-from tests.runs import finish, start
+from tests.launch.nodes import outputs, start_nodes
+from tests.messages import says
+from tests.runs import finish, run, start
+from titanlite.errors import FAILED
 from titanlite.fault.stall import (
     ENDED,
     IN_KERNEL,
@@ -65,12 +71,14 @@ def watch(run: Judge, seconds: int, beats: dict[int, Beat], first: int = 1) -> l
     return [first + t for t, beats in enumerate(looks) if run.look(beats, float(first + t))]
 
 
-def standing(rank: int, beat: Beat | None = STILL, age: float = 0.5, **found: str) -> Standing:
-    return Standing(rank, beat, age, Inspection(**found))
-
-
-def hang(*ranks: Standing) -> Hang:
-    return Hang(LIMIT, "comm.train_timeout_seconds", 1.0, ranks)
+def hang(*ranks: dict[str, Any]) -> Hang:
+    """Return the hang of ranks as they were found: a beat, its age, and an inspection."""
+    standings = []
+    for rank, found in enumerate(ranks):
+        values = {"beat": STILL, "age": 0.5, **found}
+        beat, age = values.pop("beat"), values.pop("age")
+        standings.append(Standing(rank, beat, age, Inspection(**values)))
+    return Hang(LIMIT, "comm.train_timeout_seconds", 1.0, tuple(standings))
 
 
 def test_a_run_hangs_when_no_rank_moved_for_the_limit():
@@ -101,7 +109,6 @@ def test_a_rank_without_a_heartbeat_has_the_time_of_the_others_or_else_of_the_st
     starts = replace(STILL, step=0, phase="start", limit=300.0)
     assert watch(judge(2), 302, {0: starts})[:1] == [301], "the other one beat at second 1"
     assert watch(judge(2), 302, {0: STILL})[:1] == [11]
-    assert culprits(hang(standing(0), standing(1, None, age=300)))[0][0].rank == 1
 
 
 def test_a_rank_that_has_ended_is_waited_for_by_nobody():
@@ -117,195 +124,162 @@ def test_a_watcher_that_was_stopped_itself_does_not_count_that_time():
     assert watch(run, 3, {0: STILL}, first=1000) == []
 
 
+AT_WORK: dict[str, Any] = {}
+BEHIND = {"beat": replace(STILL, sequence=3)}
+SILENT = {"age": 9}
+WAITS, COMPUTES, SEEN = {"stack": WAITING}, {"stack": ELSEWHERE}, {"stack": SPIED}
+ASLEEP = {"state": "sleeping"}
+WAITS_FOR_GPU = {"stack": WAITING_FOR_GPU}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "blamed"),
+    ("blamed", "ranks"),
     [
-        ([standing(0), standing(1, state=STOPPED), standing(2, age=9)], [1]),
-        ([standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state=IN_KERNEL)], [1]),
-        (
-            [standing(0, stack=WAITING_FOR_GPU, state="sleeping"), standing(1, state="sleeping")],
-            [1],
-        ),
-        ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=ELSEWHERE)], [1]),
-        ([standing(0, stack=WAITING_FOR_GPU), standing(1, stack=WAITING)], []),
-        ([standing(0, replace(STILL, sequence=3)), standing(1), standing(2, age=9)], [2]),
-        ([standing(0), standing(1, replace(STILL, sequence=3)), standing(2)], [1]),
-        ([standing(0, replace(STILL, step=4, sequence=99)), standing(1)], [0]),
-        (
-            [standing(0, stack=WAITING), standing(1, stack=ELSEWHERE), standing(2, stack=WAITING)],
-            [1],
-        ),
-        ([standing(0, stack=WAITING), standing(1, stack=SPIED), standing(2)], [1]),
-        (
-            [standing(0, stack=ELSEWHERE), standing(1, replace(STILL, sequence=3), stack=WAITING)],
-            [0],
-        ),
-        ([standing(0, stack=ELSEWHERE), standing(1, replace(STILL, sequence=3), stack=SPIED)], [1]),
-        ([standing(0, stack=ELSEWHERE), standing(1, stack=ELSEWHERE)], []),
-        ([standing(0, stack=WAITING), standing(1, stack=WAITING)], []),
-        ([standing(0, stack=ELSEWHERE)], [0]),
+        (1, [AT_WORK, {"state": STOPPED}, SILENT]),
+        (1, [WAITS_FOR_GPU | ASLEEP, {"state": IN_KERNEL}]),
+        (1, [WAITS_FOR_GPU | ASLEEP, ASLEEP]),
+        (1, [WAITS_FOR_GPU, COMPUTES]),
+        (None, [WAITS_FOR_GPU, WAITS]),
+        (1, [AT_WORK, {"beat": None, "age": 300}]),
+        (2, [BEHIND, AT_WORK, SILENT]),
+        (1, [AT_WORK, BEHIND, AT_WORK]),
+        (0, [{"beat": replace(STILL, step=4, sequence=99)}, AT_WORK]),
+        (1, [WAITS, COMPUTES, WAITS]),
+        (1, [WAITS, SEEN, AT_WORK]),
+        (0, [COMPUTES, BEHIND | WAITS]),
+        (1, [COMPUTES, BEHIND | SEEN]),
+        (None, [COMPUTES, COMPUTES]),
+        (None, [WAITS, WAITS]),
+        (0, [COMPUTES]),
     ],
 )
-def test_the_rank_to_blame(ranks, blamed):
+def test_the_rank_to_blame(blamed, ranks):
     """Stopped, else in the kernel or without a stack or a beat, else behind, else not in a
     collective, else none.
     """
-    assert [each.rank for each in culprits(hang(*ranks))[0]] == blamed
+    guilty, _ = culprits(hang(*ranks))
+    assert [each.rank for each in guilty] == ([] if blamed is None else [blamed])
 
 
 def test_what_the_main_thread_waits_in_decides():
-    assert (
-        in_collective(WAITING)
-        and in_collective(WAITING_FOR_GPU)
-        and in_collective(READING_SIZES)
-        and not in_collective(ELSEWHERE)
-        and not in_collective(SPIED)
-        and not in_collective("")
-    )
+    assert all(map(in_collective, (WAITING, WAITING_FOR_GPU, READING_SIZES)))
+    assert not any(map(in_collective, (ELSEWHERE, SPIED, "")))
 
 
 def test_the_report_is_short_on_thousands_of_ranks_and_has_each_stack_once():
-    others = [standing(rank, stack=WAITING) for rank in range(1, 4096)]
-    text = report(hang(standing(0, state=STOPPED, stack=ELSEWHERE), *others))
-    assert text.splitlines() == [
-        "the run hangs: no rank moved for 10 s (comm.train_timeout_seconds). rank 0: stopped",
-        "rank 0 on node07: backward of step 5 for 0 s, stopped, last beat 0 s ago, pid 4711",
-        "    /home/me/model.py:7 in look_up",
-        "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4087 more: backward of step 5, "
-        "in torch/_ops.py:1317 in __call__",
-    ]
-    whole = report(hang(standing(0, stack=ELSEWHERE), *others), whole=True)
+    found = hang({"state": STOPPED} | COMPUTES, *[WAITS] * 4095)
+    first, culprit, stack, others = report(found).splitlines()
+    says(first, "10 s", "comm.train_timeout_seconds", "rank 0: stopped")
+    says(culprit, "rank 0", "node07", "backward of step 5", "pid 4711")
+    says(stack, "/home/me/model.py:7 in look_up")
+    says(others, "ranks 1, 2, 3", "4087 more", "torch/_ops.py:1317 in __call__")
+    whole = report(found, whole=True)
     assert whole.count("beat.py:12 in run") == 1 and whole.count("all_gather") == 1
 
 
 # ---------------------------------------------------------------- through the launcher
 
-HANGS = [*TINY, "--model.package=injured", "--training.steps=100000", "--metrics.log_freq=1000"]
+HANGS = [
+    *TINY,
+    "--model.package=injured",
+    "--training.steps=100000",
+    "--metrics.log_freq=1000",
+    "--fault.stall_seconds=3",
+    "--comm.init_timeout_seconds=60",
+]
+STALLED = "the run hangs: "
 
 
-def injure(folder, fault: str, stall: int, *argv: str, **environ: str):
-    limits = f"--fault.stall_seconds={stall}", "--comm.init_timeout_seconds=60"
-    return start([*HANGS, *limits, *argv], folder, **{"NGPU": "2", "INJURY": fault, **environ})
+def hung(folder: Path, injury: str, *argv: str, code: int = FAILED, **environ: str) -> str:
+    """Return what a run of two ranks prints from the report of its hang on."""
+    out = run([*HANGS, *argv], folder, 2, code, INJURY=injury, **environ).out
+    assert "Traceback" not in out and "failed first" not in out, out
+    return out.partition(STALLED)[2]
 
 
 @pytest.mark.parametrize(
-    ("fault", "stall", "says"),
+    ("injury", "limit", "says_why"),
     sample(
-        [
-            ("stop:backward:1:5", 3, "rank 1: stopped"),
-            ("sleep:backward:1:5", 3, "rank 1: not in a collective, where the others wait"),
-            ("spin:backward:1:5", 8, r"rank 1: no heartbeat for \d+ s"),
-            ("stop:data:0:5", 3, "rank 0: stopped"),
-            ("sleep:data:0:5", 3, "rank 0: behind the others"),
+        rows := [
+            ("stop:backward:1:5", 3, "stopped"),
+            ("sleep:backward:1:5", 3, "not in a collective"),
+            ("spin:backward:1:5", 8, "no heartbeat for "),
+            ("sleep:data:0:5", 3, "behind"),
         ],
-        ("stop:backward:1:5", 3, "rank 1: stopped"),
-        long=[],
+        rows[0],
     ),
 )
-def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, fault, stall, says):
-    kind, phase, rank, _ = fault.split(":")
-    process = injure(tmp_path, fault, stall)
-    code, out = finish(process)
-    last = out.partition("titanlite: the run hangs: ")[2]
-    assert code == 1 and re.match(
-        rf"no rank moved for {stall} s \(fault.stall_seconds\). {says}\n", last
-    ), out
+def test_the_report_is_last_and_names_rank_host_phase_and_stack(tmp_path, injury, limit, says_why):
+    last = hung(tmp_path, injury, f"--fault.stall_seconds={limit}")
+    kind, phase, rank, _ = injury.split(":")
+    says(last.splitlines()[0], f"{limit} s (fault.stall_seconds)", f"rank {rank}: {says_why}")
     phase = r"\w+" if kind == "spin" else phase  # it could not tell any more
-    assert re.search(rf"\nrank {rank} on {socket.gethostname()}: {phase} of step 5 for", last), out
-    assert (
-        " in suffer\n" in last and " in suffer\n" in (tmp_path / "logs" / "hang-1.txt").read_text()
-    )
-    assert last.strip().endswith("logs/hang-1.txt") and "Traceback" not in out
+    assert re.search(rf"\nrank {rank} on {gethostname()}: {phase} of step 5 ", last), last
+    file = tmp_path / "logs/hang-1.txt"
+    assert last.strip().endswith(str(file))
+    assert " in suffer\n" in last and " in suffer\n" in file.read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_hang_in_validation_is_reported_before_its_collectives_give_up(tmp_path):
     """It may take as long as a start, which compiles; they would wait 15 s more than a step."""
-    argv = "--validation.enable --validation.freq=5 --validation.steps=2".split()
+    argv = ["--validation.enable", "--validation.freq=5", "--validation.steps=2"]
     argv += ["--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=40"]
-    code, out = finish(injure(tmp_path, "stop:validation:1:5", 3, *argv))
-    last = out.partition("titanlite: the run hangs: no rank moved for 40 s")[2]
-    assert code == 1 and "rank 1: stopped\n" in last and "Timed out" not in out, out
+    last = hung(tmp_path, "stop:validation:1:5", *argv)
+    says(last, "for 40 s", "rank 1: stopped\n")
+    assert "Timed out" not in last
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_that_dies_when_it_is_asked_for_its_stack_does_not_hide_the_hang(tmp_path):
-    code, out = finish(injure(tmp_path, "deaf:backward:1:5", 3))
-    assert (
-        code == 1
-        and "rank 1: " in out.partition("titanlite: the run hangs: no rank moved for 3 s")[2]
-    ), out
-    assert "SIGUSR2" not in out and "failed first" not in out, out
+    last = hung(tmp_path, "deaf:backward:1:5")
+    says(last, "for 3 s", "rank 1: ")
+    assert "SIGUSR2" not in last
 
 
-@pytest.mark.parametrize("rank", sample([0, 1], long=[1]))
-def test_a_culprit_on_any_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(
-    tmp_path, rank
+@pytest.mark.long
+def test_a_rank_that_never_connects_is_named(tmp_path):
+    last = hung(tmp_path, "stop:start:1:0", "--comm.init_timeout_seconds=25")
+    says(
+        last, "25 s (comm.init_timeout_seconds)", "rank 1: stopped\n", "\nrank 1: before its first"
+    )
+    says(last, " in suffer\n")
+
+
+@pytest.mark.long
+def test_a_run_with_checkpoints_that_hung_starts_again(tmp_path):
+    argv = ["--checkpoint.enable", "--checkpoint.async_mode=disabled", "--checkpoint.interval=2"]
+    last = hung(tmp_path, "sleep:backward:1:6", *argv, "--training.steps=8", code=0)
+    says(last.splitlines()[0], "(fault.stall_seconds)", "rank 1: ")
+    stack, restart, resumed = map(last.index, (" in suffer\n", "restart 1 of 3", "resumed step 4"))
+    assert stack < restart < resumed and (tmp_path / "logs/hang-1.txt").exists()
+
+
+@pytest.mark.long
+def test_a_culprit_on_another_node_is_asked_by_its_launcher_and_is_the_failure_that_is_told(
+    tmp_path,
 ):
     """The other rank fails too, when the culprit is killed."""
-    argv, port = [*HANGS, "--fault.stall_seconds=3"], free_port()
-    nodes = [
-        node(number, port, argv, tmp_path, INJURY=f"stop:backward:{rank}:5") for number in (1, 0)
-    ]
-    (_, second), (code, first) = [finish(process) for process in nodes]
-    last = first.partition("titanlite: the run hangs: ")[2]
-    assert (
-        code == nodes[0].returncode == 1
-        and f"rank {rank}: stopped\n" in last
-        and " in suffer\n" in last
-    ), first
-    assert f"rank {rank}: stopped" in second and "failed first" not in first + second, second
+    nodes = start_nodes(HANGS, tmp_path, INJURY="stop:backward:1:5")
+    first, second = outputs(nodes, FAILED)
+    says(first.partition(STALLED)[2], "rank 1: stopped\n", " in suffer\n")
+    says(second, "rank 1: stopped")
+    assert "failed first" not in first + second
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_that_hangs_at_the_end_is_ended_though_node_0_is_done(tmp_path):
-    argv, port = [*HANGS, "--training.steps=3", "--fault.stall_seconds=3"], free_port()
-    nodes = [node(number, port, argv, tmp_path, INJURY="sleep:end:1:0") for number in (1, 0)]
-    (_, second), (code, first) = [finish(process) for process in nodes]
-    assert (
-        code == nodes[0].returncode == 1
-        and "rank 1 on " in second
-        and ": end of step 3 for " in second
-    ), second
-    assert " in suffer\n" in second and "the run hangs" in first, first
+    nodes = start_nodes([*HANGS, "--training.steps=3"], tmp_path, INJURY="sleep:end:1:0")
+    first, second = outputs(nodes, FAILED)
+    says(first, STALLED)
+    says(second, "rank 1 on ", "end of step 3", " in suffer\n")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", ["sleep:backward:1:5", "stop:backward:1:5"])
-def test_below_torchrun_rank_0_judges_and_every_rank_dumps_its_stack(tmp_path, fault):
-    run = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"
-    process = start([*HANGS, "--fault.stall_seconds=4"], tmp_path, module=run, INJURY=fault)
+@pytest.mark.long
+def test_below_torchrun_rank_0_judges_and_every_rank_dumps_its_stack(tmp_path):
+    module = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"
+    process = start(HANGS, tmp_path, module=module, INJURY="sleep:backward:1:5")
     code, out = finish(process)
-    assert (
-        code == 1
-        and "titanlite: the run hangs: no rank moved for 4 s (fault.stall_seconds). rank 1: " in out
-    ), out
-    assert (
-        ("rank 1: not in a collective" in out) == (" in suffer\n" in out) == ("sleep" in fault)
-    ), out
+    assert code == FAILED, out
+    says(out, "3 s (fault.stall_seconds)", "rank 1: not in a collective", " in suffer\n")
     assert "all_gather" in (tmp_path / "logs" / "rank-0.stack").read_text()
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_never_connects_is_named(tmp_path):
-    process = injure(tmp_path, "stop:start:1:0", 3, "--comm.init_timeout_seconds=25")
-    code, out = finish(process)
-    assert (
-        code == 1 and "no rank moved for 25 s (comm.init_timeout_seconds). rank 1: stopped\n" in out
-    ), out
-    assert "\nrank 1: before its first heartbeat, for" in out and " in suffer\n" in out
-
-
-@pytest.mark.exhaustive
-def test_a_run_with_checkpoints_that_hung_starts_again(tmp_path):
-    argv = "--checkpoint.enable --checkpoint.async_mode=disabled --checkpoint.interval=2"
-    argv += " --training.steps=8 --fault.stall_seconds=3"
-    process = start([*HANGS, *argv.split()], tmp_path, NGPU="2", INJURY="sleep:backward:1:6")
-    code, out = finish(process)
-    assert (
-        code == 0 and "(fault.stall_seconds). rank 1: " in out and "restart 1 of 3, from " in out
-    ), out
-    assert (
-        out.index(" in suffer\n") < out.index("restart 1 of 3") < out.index("resumed step 4 from")
-    )
-    assert "failed first" not in out and (tmp_path / "logs" / "hang-1.txt").exists()

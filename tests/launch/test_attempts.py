@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.jobs import TINY, job, run_to_end
-from tests.launch.test_nodes import free_port
+from tests.launch.nodes import free_port
+from tests.messages import says
 from tests.runs import left_over
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
@@ -38,15 +40,13 @@ from titanlite.runtime.rank_files import STOP
 SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.async_mode=disabled", "--training.steps=2"]
 QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
 """Without checkpoints signals are not caught, here those of the tests' own process."""
+ASKED = "SIGTERM to the launcher"
 
 
-def launcher(**changes: Any) -> Any:
-    """Return the part of a node that is asked for: a member of an attempt, with requests and
-    decisions.
-    """
-    return SimpleNamespace(
-        **{"rank": 1, "processes": 2, "attempt": 3, "decision": Decision(), **changes}
-    )
+def member(**changes: Any) -> Any:
+    """Return the part of a node that is asked for: of an attempt, with requests and decisions."""
+    values = {"rank": 1, "processes": 2, "attempt": 3, "decision": Decision()}
+    return SimpleNamespace(**values | changes)
 
 
 def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start_was_told(tmp_path):
@@ -56,20 +56,16 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start
         '--checkpoint.exclude_from_loading=["optimizer"]',
     ]
     given = job([*TINY, *options], world=2).given
-    attempts = Attempts(launcher(), given, tmp_path, lambda attempt, poll: None)  # type: ignore[arg-type]
-    restart = Verdict(None, resumes=True)
+    attempts = Attempts(member(), given, tmp_path, lambda attempt, poll: None)  # type: ignore[arg-type]
     first, later = (
-        attempts._begin(Decision(3, (0, 1, 2), verdict=before)) for before in (None, restart)
+        attempts._begin(Decision(3, (0, 1, 2), verdict=before))
+        for before in (None, Verdict(None, resumes=True))
     )
-    assert (first.number, first.ranks, first.world) == (3, range(2, 4), 6)
-    assert first.config == given
-    assert (
-        later.config.checkpoint.load_step == -1
-        and later.config.checkpoint.exclude_from_loading == []
-    )
-    assert attempts._begin(Decision(3, (1, 2))).ranks == range(2), (
-        "without node 0 the ranks move up"
-    )
+    assert (first.number, first.ranks, first.world, first.config) == (3, range(2, 4), 6, given)
+    saving = later.config.checkpoint
+    assert (saving.load_step, saving.exclude_from_loading) == (-1, [])
+    without_node_0 = attempts._begin(Decision(3, (1, 2)))
+    assert without_node_0.ranks == range(2), "the ranks move up"
 
 
 def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp_path):
@@ -93,31 +89,16 @@ def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp
 
 def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     config = job([*SAVING, f"--job.dump_folder={tmp_path}"], world=1).config
-    assert saved_since(config)().source == "from the start: nothing was saved yet"
     fresh = saved_since(config)
+    assert (fresh().step, fresh().by_this_run) == (0, False)
     pool.run(run_to_end, SAVING, str(tmp_path), world=1)
-    saved = fresh()
-    assert (saved.step, saved.by_this_run) == (
-        2,
-        True,
-    ) and saved.source == f"from {tmp_path}/checkpoint/step-2"
+    assert (fresh().step, fresh().by_this_run) == (2, True)
+    says(fresh().source, f"{tmp_path}/checkpoint/step-2")
     found = saved_since(config)()
     assert (found.step, found.by_this_run) == (2, False)
 
 
 # ---------------------------------------------------------------- nodes
-
-
-LAUNCHERS: list[Node] = []
-
-
-@pytest.fixture(autouse=True)
-def _leaves_no_launcher() -> Iterator[None]:
-    """A launcher's board goes on each half a second, and a pytest process would end with it."""
-    yield
-    for node in reversed(LAUNCHERS):  # node 0's is the last: it has the store
-        node._end_board()
-    LAUNCHERS.clear()
 
 
 class Together:
@@ -135,54 +116,72 @@ class Together:
             here, restarts = Nodes(2, number, "127.0.0.1", port, ""), Restarts(3)
             return Node(here, 1, config, folder / f"{number}", restarts, lambda: self.asked[number])
 
-        made = [self.threads.submit(make, number) for number in range(2)]
-        self.nodes = [each.result(30) for each in made]
-        LAUNCHERS.extend(self.nodes)
+        self.nodes = self.all(lambda: make(0), lambda: make(1))
 
     def all(self, *calls: Callable[[], Any]) -> list[Any]:
         """Return the results of calls at the same time."""
         return [each.result(60) for each in [self.threads.submit(call) for call in calls]]
 
-    def running(self) -> Together:
-        decisions = self.all(*(node.meet for node in self.nodes))
-        assert [decision.members for decision in decisions] == [(0, 1), (0, 1)]
-        return self
+    def meet(self) -> list[Decision]:
+        return self.all(*(node.meet for node in self.nodes))
+
+    def settle(self, *ends: Ended) -> list[Verdict]:
+        """Return each node's verdict on an attempt that has ended so."""
+        both = zip(self.nodes, ends, strict=True)
+        return self.all(*(partial(node.settle, ended) for node, ended in both))
+
+    def leave(self, number: int, error: BaseException, **last: Any) -> None:
+        """Let a launcher leave by an error, after it has put something on the board."""
+        node = self.nodes[number]
+        with suppress(type(error)), leaving(node):
+            node._board.put(**last)
+            raise error
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Together]]:
+    """Return a function that starts an attempt of two launchers, which must end: their boards go on
+    each half a second, and a pytest process would end with them.
+    """
+    started: list[Node] = []
+
+    def begin(**values: Any) -> Together:
+        together = Together(tmp_path, **values)
+        started.extend(together.nodes)
+        assert [decision.members for decision in together.meet()] == [(0, 1), (0, 1)]
+        return together
+
+    yield begin
+    for node in reversed(started):  # node 0's is the last: it has the store
+        node._end_board()
 
 
 LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (SIGKILL)", "", known=False)
-ASKED = "SIGTERM to the launcher"
+FOLLOWED, FAILED = Ended(over=True), Ended(LOST, over=True)
+TWICE = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
 
 
-def test_a_request_that_comes_while_workers_end_after_a_failure_is_in_the_verdict(tmp_path):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
-    ended = Ended(LOST, over=True)
+def test_a_request_that_comes_while_workers_end_after_a_failure_is_in_the_verdict(start):
+    together = start()
     together.asked[1] = ASKED
-    verdicts = together.all(lambda: first.settle(Ended(over=True)), lambda: second.settle(ended))
-    for verdict in verdicts:
-        assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), (
-            "no restart, which would begin first"
-        )
+    for verdict in together.settle(FOLLOWED, FAILED):
+        assert verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6), "no restart, which begins first"
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(tmp_path, asked):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
-    verdicts = together.all(
-        lambda: first.settle(Ended(over=True)), lambda: second.settle(Ended(LOST, over=True))
-    )
-    assert [verdict.code for verdict in verdicts] == [None, None]
+def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(start, asked):
+    together = start()
+    assert [verdict.code for verdict in together.settle(FOLLOWED, FAILED)] == [None, None]
     together.asked[asked] = ASKED
-    found = together.all(first.meet, second.meet)
-    for decision in found:
-        assert decision.is_final and decision.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
+    for found in together.meet():
+        assert found.is_final and found.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
 
 
 def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_next(
-    tmp_path, monkeypatch
+    start, monkeypatch
 ):
-    first, second = Together(tmp_path).nodes
+    together = start()
+    second = together.nodes[1]
     wait = second._wait
 
     def wait_through_a_hang(*condition):
@@ -190,78 +189,53 @@ def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_n
         second._board.put(found={})
         return decision
 
+    together.settle(FOLLOWED, FAILED)
     monkeypatch.setattr(second, "_wait", wait_through_a_hang)
-    assert second.meet().members == first.meet().members == (0, 1)
+    assert [decision.members for decision in together.meet()] == [(0, 1), (0, 1)]
     assert second._board.own.found is None
 
 
-def test_a_second_signal_to_a_launcher_does_not_end_ranks_of_other_nodes_that_still_save(tmp_path):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
-    early = EarlyExit(STOPPED, 7, ASKED, 0)
-
-    def stop_twice() -> None:
-        with leaving(second):
-            second._board.put(stop=ASKED, ended=Ended(early=early))
-            raise Stopped(replace(early, code=CUT_SHORT, reason=f"{ASKED}; second signal: SIGTERM"))
-
-    with pytest.raises(Stopped):
-        together.all(stop_twice)
+def test_a_second_signal_to_a_launcher_does_not_end_ranks_of_other_nodes_that_still_save(start):
+    together = start()
+    saved = EarlyExit(STOPPED, 7, ASKED, 0)
+    together.leave(1, Stopped(TWICE), stop=ASKED, ended=Ended(early=saved))
+    first = together.nodes[0]
     first.poll()
-    verdict = first.settle(Ended(early=early))
-    assert (verdict.code, verdict.early) == (STOPPED, early)
+    verdict = first.settle(Ended(early=saved))
+    assert (verdict.code, verdict.early) == (STOPPED, saved)
 
 
-def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(tmp_path):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
+def test_a_second_signal_after_a_failure_ends_all_nodes_with_one_code(start):
+    together = start()
+    together.leave(1, Stopped(TWICE))
+    verdict = together.nodes[0].settle(FOLLOWED)
+    assert (verdict.code, verdict.early) == (CUT_SHORT, TWICE)
 
-    def prepare() -> None:
-        with leaving(first):
-            raise OSError(28, "no space left")
 
-    waiting = together.threads.submit(second.prepare, Decision(members=(0, 1)))
-    with pytest.raises(OSError, match="no space"):
-        together.all(prepare)
+def test_the_reason_of_node_0_why_it_cannot_prepare_reaches_the_others(start):
+    together = start()
+    waiting = together.threads.submit(together.nodes[1].prepare, Decision(members=(0, 1)))
+    together.leave(0, OSError(28, "no space left"))
     decision = waiting.result(20)
-    assert (
-        decision.is_final
-        and "no space left" in decision.verdict.why
-        and decision.verdict.why.startswith("node 0: ")
-    )
+    assert decision.is_final
+    says(decision.verdict.why, "node 0: ", "no space")
 
 
-def test_an_attempt_that_fails_while_nodes_prepare_is_begun_and_ended(tmp_path):
+def test_an_attempt_that_fails_while_nodes_prepare_is_begun_and_ended(start):
     """Its decision may be a newer one by then, which has no members yet."""
-    together = Together(tmp_path).running()
-    first, second = together.nodes
+    first, second = start().nodes
     decision = first.decision
-    second._board.put(ended=Ended(LOST, over=True))
-    first._board.put(ended=Ended(over=True))
+    second._board.put(ended=FAILED)
+    first._board.put(ended=FOLLOWED)
     wait_until(lambda: first.decision.attempt == 2, 10)
     assert first.prepare(decision).members == (0, 1)
-    with pytest.raises(RunFailed, match="another node has failed"):
+    with pytest.raises(RunFailed):
         first.poll()
 
 
-def test_a_second_signal_after_a_failure_ends_all_nodes_with_one_code(tmp_path):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
-    early = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
-
-    def stop() -> None:
-        with leaving(second):
-            raise Stopped(early)
-
-    with pytest.raises(Stopped):
-        together.all(stop)
-    verdict = first.settle(Ended(over=True))
-    assert (verdict.code, verdict.early) == (CUT_SHORT, early)
-
-
-def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may_take(tmp_path):
+def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may_take(start):
     """And node 0 learns why they end."""
-    together = Together(tmp_path, **{"comm.init_timeout_seconds": 2}).running()
+    together = start(**{"comm.init_timeout_seconds": 2})
     first, second = together.nodes
 
     def wait() -> None:
@@ -269,50 +243,49 @@ def test_other_nodes_do_not_wait_for_node_0_to_prepare_longer_than_the_start_may
             second.prepare(Decision(members=(0, 1)))
 
     waiting = together.threads.submit(wait)
-    first._board.put(ended=Ended(over=True))
+    first._board.put(ended=FOLLOWED)
     wait_until(lambda: first.decision.is_final, 10)
-    why = "has ended: node 0 did not prepare the dump folder within 2 s (comm.init_timeout_seconds)"
-    assert first.decision.verdict and why in first.decision.verdict.failure.text
+    assert first.decision.verdict
+    says(first.decision.verdict.failure.text, "node 0", "2 s (comm.init_timeout_seconds)")
     first._board.put(left=True)
-    with pytest.raises(TimeoutError, match="did not prepare the dump folder within 2 s"):
+    with pytest.raises(TimeoutError, match="2 s"):
         waiting.result(60)
 
 
-def test_the_keys_of_an_attempt_that_is_over_are_deleted_while_the_next_one_runs(tmp_path):
-    together = Together(tmp_path).running()
-    first, second = together.nodes
-    own = [f"attempt-{number}/{key}" for number in (1, 10) for key in range(700)]
-    for key in own:
+def test_the_keys_of_an_attempt_that_is_over_are_deleted_while_the_next_one_runs(start):
+    together = start()
+    first = together.nodes[0]
+    for key in (f"attempt-{number}/{key}" for number in (1, 10) for key in range(700)):
         first._store.set(key, "")
-    lost = together.threads.submit(second.settle, Ended(LOST, over=True))
-    assert first.settle(Ended(over=True)).code is None and lost.result(30)
-    together.running()
+    together.settle(FOLLOWED, FAILED)
+    together.meet()
 
-    def left() -> set[str]:
+    def left() -> list[str]:
         first.poll()
-        return {key for key in first._store.list_keys() if key.startswith("attempt")}
+        return [key for key in first._store.list_keys() if key.startswith("attempt")]
 
     assert len(left()) == 700 + 200, "some at each poll"
-    assert left() == {key for key in own if key.startswith("attempt-10/")}
+    after = left()
+    assert len(after) == 700 and all(key.startswith("attempt-10/") for key in after)
     assert first._store.check(["decision", "status/1", "run"])
 
 
 @pytest.mark.long
-def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(tmp_path):
-    together = Together(tmp_path).running()
-    first = together.nodes[0]
+def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(start, tmp_path):
+    together = start()
+    first, second = together.nodes
     config = config_of({"job.dump_folder": str(tmp_path)})
-    together.nodes[1]._board.end()  # it is dead
+    second._board.end()  # it is dead
     third = Node(Nodes(2, 1, *first.address, ""), 1, config, tmp_path / "1")
-    LAUNCHERS.append(third)
     meeting = together.threads.submit(third.meet)
-    with pytest.raises(RunFailed, match="another node has failed"):
+    with pytest.raises(RunFailed):
         while True:
             first.poll()
             assert not meeting.done(), "it must not be in attempt 1, whose logs it would empty"
             time.sleep(0.01)
-    first.settle(Ended(over=True))
+    first.settle(FOLLOWED)
     assert first.meet().attempt == meeting.result(20).attempt == 2
+    third._end_board()
 
 
 # ---------------------------------------------------------------- a request to stop
@@ -327,17 +300,14 @@ def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_
     page(tmp_path, 0, completed=6)
     request.finish()
     (tmp_path / "0.page").unlink()
-    request._catch(signal.SIGTERM, None)
-    request._catch(signal.SIGTERM, None)
-    assert request.reason == ASKED, "the second came at the same time: another sender's"
+    for _ in range(2):
+        request._catch(signal.SIGTERM, None)
+        assert request.reason == ASKED, "the second came at the same time: another sender's"
     request._signaled_at -= 60
-    with pytest.raises(Stopped) as caught:
-        request._catch(signal.SIGTERM, None)
-    twice = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
-    assert caught.value.early == twice
-    with pytest.raises(Stopped) as caught:
-        request._catch(signal.SIGTERM, None)
-    assert caught.value.early == twice, "a third one adds no words"
+    for _ in range(2):
+        with pytest.raises(Stopped) as caught:
+            request._catch(signal.SIGTERM, None)
+        assert caught.value.early == TWICE, "a third one adds no words"
 
 
 def stopping(private: Path, reason: str = "", seconds_ago: float = 0.0) -> Stopping:
@@ -359,120 +329,118 @@ def page(private: Path, rank: int, **values: Any) -> OwnPage:
 
 
 def test_a_request_of_any_node_reaches_the_ranks_by_a_file(tmp_path):
-    stopping(tmp_path).poll(launcher(decision=Decision(stop="SIGTERM to rank 3")))
-    assert (tmp_path / STOP).read_text() == "SIGTERM to rank 3"
+    stopping(tmp_path).poll(member(decision=Decision(stop=ASKED)))
+    assert (tmp_path / STOP).read_text() == ASKED
 
 
 @pytest.mark.parametrize("by_rank", [False, True])
-def test_a_request_to_a_launcher_or_a_rank_reaches_all_nodes_and_stays(tmp_path, by_rank):
-    together = Together(tmp_path).running()
+def test_a_request_to_a_launcher_or_a_rank_reaches_all_nodes_and_stays(start, tmp_path, by_rank):
+    together = start()
     if by_rank:
         page(tmp_path / "1", 1).beat(ASKED)
     else:
         together.asked[1] = ASKED
-    wait_until(lambda: all(node.decision.stop == ASKED for node in together.nodes), 10)
+    first, second = together.nodes
+    wait_until(lambda: first.decision.stop == second.decision.stop == ASKED, 10)
     (tmp_path / "1" / "1.page").unlink(missing_ok=True)
     together.asked[1] = ""
-    wait_until(lambda: together.nodes[1]._board.own.stop == ASKED, 5)
-    assert together.nodes[0].decision.stop == together.nodes[1]._board.own.stop == ASKED
+    wait_until(lambda: second._board.own.stop == ASKED, 5)
+    assert first.decision.stop == second._board.own.stop == ASKED
 
 
 def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
-    node = launcher()
-    stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS - 1).poll(node)
+    late = 60 + EXTRA_SECONDS
+    stopping(tmp_path, "Ctrl-C", late - 1).poll(member())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    page(tmp_path, 0, completed=5)
-    written = page(tmp_path, 1, completed=6)
-    written.pid = child.pid
-    written.enter("backward")
-    (tmp_path / "0.page").unlink()  # its process id is none of ours
+    page(tmp_path, 1, completed=6, pid=child.pid)
     with pytest.raises(Stopped) as caught:
-        stopping(tmp_path, "Ctrl-C", 60 + EXTRA_SECONDS + 1).poll(node)
-    assert caught.value.early == EarlyExit(
-        CUT_SHORT, 6, "Ctrl-C; fault.grace_seconds = 60 ran out", 6
-    )
+        stopping(tmp_path, "Ctrl-C", late + 1).poll(member())
+    early = caught.value.early
+    assert (early.code, early.step, early.lost) == (CUT_SHORT, 6, 6)
+    says(early.reason, "Ctrl-C; fault.grace_seconds = 60")
     assert child.wait(10) == -signal.SIGKILL
 
 
+SAVED = EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
+LEFT_BEHIND = EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2)
+
+
 def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):
-    page(tmp_path, 0, ending=EarlyExit(STOPPED, 6, "SIGTERM to rank 0", 0))
-    stopping(tmp_path, "Ctrl-C").poll(launcher())
-    page(tmp_path, 1, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2))
+    page(tmp_path, 0, ending=SAVED)
+    stopping(tmp_path, "Ctrl-C").poll(member())
+    page(tmp_path, 1, ending=LEFT_BEHIND)
     with pytest.raises(Stopped):
-        stopping(tmp_path, "Ctrl-C").poll(launcher())
+        stopping(tmp_path, "Ctrl-C").poll(member())
 
 
 def test_the_rank_that_knows_best_says_how_a_run_ended(tmp_path):
-    assert stopping(tmp_path).ended({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
-    page(tmp_path, 0, ending=EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; another rank had left", 2))
-    page(
-        tmp_path,
-        1,
-        ending=(cut := EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 1; second signal: SIGTERM", 2)),
-    )
-    assert stopping(tmp_path).ended({}) == Ended(early=cut, over=True)
-    page(tmp_path, 2, ending=(saved := EarlyExit(STOPPED, 7, "SIGTERM to rank 1", 0)))
-    assert stopping(tmp_path).ended({0: Exit(1, 5.0)}) == Ended(early=saved)
+    request = stopping(tmp_path)
+    assert request.ended({0: Exit(1, 5.0), 1: Exit(-9, 5.0, ended=True)}) is None
+    page(tmp_path, 0, ending=LEFT_BEHIND)
+    page(tmp_path, 1, ending=TWICE)
+    assert request.ended({}) == Ended(early=TWICE, over=True)
+    page(tmp_path, 2, ending=SAVED)
+    assert request.ended({0: Exit(1, 5.0)}) == Ended(early=SAVED)
 
 
 def test_ranks_that_a_signal_ended_before_they_could_catch_it_end_those_of_other_nodes(tmp_path):
     request = stopping(tmp_path)
     request._config = config_of({"checkpoint.enable": True, "job.dump_folder": str(tmp_path)})
-    ended = request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: Exit(-9, 5.0, ended=True)})
-    early = EarlyExit(STOPPED, 0, "SIGTERM to a rank that was starting", 0)
-    assert ended == Ended(early=early, over=True)
-    assert request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: Exit(1, 5.0)}) is None
+    killed, raised = Exit(-9, 5.0, ended=True), Exit(1, 5.0)
+    ended = request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: killed})
+    assert ended and ended.over and ended.early
+    assert (ended.early.code, ended.early.step) == (STOPPED, 0)
+    says(ended.early.reason, "SIGTERM", "starting")
+    assert request.ended({0: Exit(-signal.SIGTERM, 5.0), 1: raised}) is None
 
 
 def rank_asked(seconds_ago: float, **fault: int) -> Stop:
     config = config_of({f"fault.{key}": value for key, value in fault.items()})
     request = Stop(config, RankInfo(0, 1, 0, "here"), {})
-    request.ask("SIGTERM to rank 0")
+    request.ask(ASKED)
     request._asked_at = time.monotonic() - seconds_ago
     return request
 
 
 @pytest.mark.parametrize(
-    ("phase", "asked", "since", "says"),
+    ("phase", "asked", "since", "why"),
     [
         ("forward", 59, 59, ""),
-        ("forward", 61, 61, "fault.grace_seconds = 60 ran out"),
+        ("forward", 61, 61, "fault.grace_seconds = 60"),
         ("data", 29, 59, ""),
         ("data", 59, 29, ""),
-        ("data", 31, 31, "no data for half of fault.grace_seconds = 60"),
+        ("data", 31, 31, "half of fault.grace_seconds = 60"),
         ("backward", 31, 31, ""),
     ],
 )
 def test_a_rank_leaves_when_its_grace_is_over_and_without_data_at_half_of_it(
-    monkeypatch, phase, asked, since, says
+    monkeypatch, phase, asked, since, why
 ):
     now = time.monotonic()
     monkeypatch.setattr(OWN_PAGE, "phase", phase)
     monkeypatch.setattr(OWN_PAGE, "since", now - since)
-    assert rank_asked(asked, grace_seconds=60).overdue(now) == says
+    overdue = rank_asked(asked, grace_seconds=60).overdue(now)
+    says(overdue, why)
+    assert bool(overdue) == bool(why)
 
 
 def test_the_time_limit_leaves_the_grace_for_the_save():
     config = config_of({"fault.stop_after_minutes": 10, "fault.grace_seconds": 90})
     limit, name = time_limit(config, {})
-    assert (
-        limit == pytest.approx(time.time() + 600 - 90, abs=5)
-        and name == "fault.stop_after_minutes = 10"
-    )
+    assert limit == pytest.approx(time.time() + 600 - 90, abs=5)
+    assert name == "fault.stop_after_minutes = 10"
     end = int(time.time()) + 300
-    assert time_limit(config, {"SLURM_JOB_END_TIME": str(end)}) == (
-        end - 90,
-        "the end of the SLURM job",
-    )
+    limit, name = time_limit(config, {"SLURM_JOB_END_TIME": str(end)})
+    assert limit == end - 90 and "SLURM" in name
     assert time_limit(JobConfig(), {})[1] == ""
 
 
 def test_the_step_that_runs_is_not_lost(monkeypatch):
     for name, value in (("step", 8), ("completed", 7), ("saved", 7)):
         monkeypatch.setattr(OWN_PAGE, name, value)
-    assert rank_asked(1).left() == EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
+    assert rank_asked(1).left() == EarlyExit(STOPPED, 7, ASKED, 0)
     monkeypatch.setattr(OWN_PAGE, "saved", 4)
-    assert rank_asked(1).left("x") == EarlyExit(CUT_SHORT, 7, "SIGTERM to rank 0; x", 3)
+    assert rank_asked(1).left("x") == EarlyExit(CUT_SHORT, 7, f"{ASKED}; x", 3)
 
 
 # ---------------------------------------------------------------- processes

@@ -1,4 +1,6 @@
-"""A terminal shows one live line of progress and colors; other outputs get plain lines."""
+"""What is printed fits the terminal it is printed on, its width, colors and encoding; other outputs
+get plain lines, and nothing is drawn.
+"""
 
 import io
 import json
@@ -8,130 +10,148 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.jobs import TINY
-from tests.runs import ROOT, environment, train
+from tests.lanes import sample
+from tests.messages import refused, says
+from tests.runs import ROOT, environment, run, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line
-from titanlite.errors import UserError
 from titanlite.launch.terminal import Follower, Terminal, known_facts
 from titanlite.observe.console import colored, shortened
 from titanlite.runtime.cluster import shown_ranks
 
-
-def on_a_terminal(*command: str, width: int = 160) -> str:
-    """Run a command on a pseudo-terminal and return its output."""
-    controller, terminal = pty.openpty()
-    environ = environment(NGPU="1", TERM="xterm-256color", COLUMNS=str(width))
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environ,
-        cwd=ROOT,
-    )
-    os.close(terminal)
-    out = b""
-    while True:
-        try:
-            chunk = os.read(controller, 65536)
-        except OSError:  # the command has closed its side
-            break
-        out += chunk
-    os.close(controller)
-    assert process.wait() == 0, out.decode()
-    return out.decode()
+SAVING = [word for word in TINY if word != "--checkpoint.no_enable"]
+LINE = (
+    "step:  1  loss:  8.04034  grad_norm:  1.3470  "
+    "memory:  1.02GiB(1.08%)  tps: 27,483  tflops: 1.97"
+)
 
 
-@pytest.mark.long
-def test_a_terminal_shows_progress_and_colors(tmp_path):
-    argv = [*TINY, "--training.steps=40", f"--job.dump_folder={tmp_path}"]
-    out = on_a_terminal("-m", "titanlite", "train", *argv)
-    assert (
-        "\033[32mloss:" in out
-        and "starting" in out
-        and "tokens/s per device" in out
-        and "/40" in out
-    )
-    assert "\033[" not in (tmp_path / "logs/rank-0.log").read_text()
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(monkeypatch: pytest.MonkeyPatch, columns: int = 160) -> Screen:
+    """Let the standard output of this process be a terminal."""
+    shown = Screen()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return shown
+
+
+@pytest.fixture
+def width(monkeypatch) -> int:
+    monkeypatch.setenv("COLUMNS", "60")
+    return 60
+
+
+# ---------------------------------------------------------------- the width
+
+
+def is_typed(line: str) -> bool:
+    """Whether a line is a command or a key with its default, which must stay whole to be copied."""
+    return line.startswith(("  titanlite ", "  NGPU=", "example: ", "usage: ", "  --"))
+
+
+def printed(argv: list[str], **environ: str) -> str:
+    """Return what a process without a terminal prints, which is no error."""
+    command, variables = [sys.executable, "-m", "titanlite", *argv], environment(**environ)
+    done = subprocess.run(command, env=variables, capture_output=True, cwd=ROOT)
+    out = (done.stdout + done.stderr).decode("utf-8", "replace")
+    assert done.returncode == 0 and "Traceback" not in out, out
+    return out
+
+
+@pytest.mark.parametrize("command", ["", "train", "plan"])
+def test_a_page_of_help_is_as_wide_as_the_terminal(command, width, capsys):
+    if command:
+        main([command, "--help"])
+        page = capsys.readouterr().out
+    else:  # this process has made its table of commands
+        page = printed([], COLUMNS=str(width))
+        table = page[page.index("\n  config ") :].splitlines()
+        column = table[1].index("print")
+        assert table[2].startswith(f"{' ' * column}schema"), "its last column breaks"
+    lines = [line for line in page.splitlines() if not is_typed(line)]
+    assert len(lines) > 10
+    whole = [line for line in lines if len(line) > width]
+    assert not [line for line in whole if len(line.split()) > 1], "one long word is not broken"
+    assert max(map(len, lines)) >= width - 12, "and no narrower"
+
+
+def test_a_list_in_an_error_breaks_at_the_edge_of_the_terminal_and_commands_stay_whole(
+    width, tmp_path, capsys, monkeypatch
+):
+    main(["train", "--config", "none.toml"])
+    lines = capsys.readouterr().err.splitlines()
+    says("\n".join(lines), "none.toml", "(debug.toml,")
+    assert max(map(len, lines)) <= width
+    assert sum("llama" in line for line in lines) > 1
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "some.parquet").write_bytes(b"PAR1")
+    main(["data", "prepare", f"{tmp_path}/some.parquet", "--out", f"{tmp_path}/shards"])
+    assert f"  {sys.executable} -m pip install pyarrow" in capsys.readouterr().err.splitlines()
 
 
 def test_a_step_is_one_row_of_a_narrow_terminal_and_whole_elsewhere(tmp_path, capsys, monkeypatch):
-    line = (
-        "step:  1  loss:  8.04034  grad_norm:  1.3470  "
-        "memory:  1.02GiB(1.08%)  tps: 27,483  tflops: 1.97"
+    log, shown = tmp_path / "log", []
+    log.write_text(f"{LINE}\nvalidation at step 1: {'x' * 60}\n")
+    for columns, ranks, terminal in ((60, 1, True), (50, 2, True), (60, 1, False)):
+        with monkeypatch.context() as patch:
+            if terminal:
+                shown.append(screen(patch, columns))
+            with Terminal(dict.fromkeys(range(ranks), log), tmp_path / "metrics", 9, color=False):
+                pass
+    one, two = (each.getvalue() for each in shown)
+    says(one, "grad_norm:  1.3470\n", "x" * 60)
+    says(two, "[rank 1] step:  1  loss:  8.04034\n")
+    assert capsys.readouterr().out.startswith(f"{LINE}\n")
+    assert shortened(LINE, 1000) == LINE and shortened(LINE, 3) == "step:  1  loss:  8.04034"
+
+
+def read(terminal: int) -> str:
+    """Return what is printed on a pseudo-terminal, until all have closed it."""
+    out = b""
+    while True:
+        try:
+            out += os.read(terminal, 65536)
+        except OSError:
+            os.close(terminal)
+            return out.decode()
+
+
+@pytest.mark.long
+def test_a_run_on_a_narrow_terminal_shows_progress_and_colors(tmp_path):
+    controller, terminal = pty.openpty()
+    environ = {"NGPU": "1", "TERM": "xterm-256color", "COLUMNS": "50"}
+    process = start([*TINY, "--training.steps=40"], tmp_path, out=terminal, **environ)
+    os.close(terminal)
+    out = read(controller)
+    assert process.wait() == 0, out
+    says(out, "\033[32mloss:", "starting")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out).replace("\r\n", "\n")
+    parts = [part for line in plain.split("\n") for part in line.split("\r")]
+    live = [part.rstrip() for part in parts if re.match(r"(step \d+/|starting)", part)]
+    assert max(map(len, live)) <= 50 and not [part for part in live if "tokens/s" in part]
+    assert any(re.fullmatch(r"step \d+/40 [━╸╺]+ eta .*", part) for part in live), live
+    log = (tmp_path / "logs/rank-0.log").read_text()
+    assert "\033[" not in log
+    begin, end = (
+        next(number for number, part in enumerate(parts) if part.startswith(name))
+        for name in ("model ", "seed ")
     )
-    (tmp_path / "log").write_text(f"{line}\nvalidation at step 1: {'x' * 60}\n")
-    code = (
-        "import sys, pathlib; from titanlite.launch.terminal import Terminal as T; "
-        "f = pathlib.Path(sys.argv[1]); "
-        "t = T({n: f / 'log' for n in range(int(sys.argv[2]))}, f / 'metrics', 9, color=False)\n"
-        "with t: pass"
-    )
-    shown = {
-        key: on_a_terminal("-c", code, str(tmp_path), str(key[1]), width=key[0])
-        for key in [(60, 1), (50, 2)]
-    }
-    assert "grad_norm:  1.3470\r\n" in shown[60, 1] and "x" * 60 in shown[60, 1]
-    assert "[rank 1] step:  1  loss:  8.04034\r\n" in shown[50, 2]
-    assert shortened(line, 1000) == line and shortened(line, 3) == "step:  1  loss:  8.04034"
-    monkeypatch.setenv("COLUMNS", "60")
-    with Terminal({0: tmp_path / "log"}, tmp_path / "metrics", 9, color=False):
-        pass
-    assert capsys.readouterr().out.startswith(f"{line}\n")
-
-
-@pytest.mark.parametrize("color", [True, False])
-def test_disable_color_printing_shows_plain_lines(tmp_path, color):
-    (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
-    code = (
-        "import sys, pathlib; from titanlite.launch.terminal import Terminal as T; "
-        "f = pathlib.Path(sys.argv[1]); "
-        f"t = T({{0: f / 'log'}}, f / 'metrics', 9, color={color})\nwith t: pass"
-    )
-    assert ("\033[32mloss:" in on_a_terminal("-c", code, str(tmp_path))) == color
-
-
-def test_progress_goes_on_after_a_loss_that_was_not_finite(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    (tmp_path / "metrics").write_text(
-        json.dumps({"step": 3, "loss": None, "step_seconds": 1, "tps": 5}) + "\n"
-    )
-    shown, deadline = sys.stdout, time.monotonic() + 20
-    with Terminal({}, tmp_path / "metrics", 9, color=False):
-        while "loss not finite" not in shown.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert "step 3/9" in shown.getvalue() and "loss not finite" in shown.getvalue()
-
-
-def test_coloring_keeps_the_text():
-    line = "step:  1  loss:  8.04034  mfu: n/a"
-    in_color = colored(line)
-    assert in_color != line and "\033[31mstep:  1\033[0m" in in_color
-    assert colored("validation at step 5: loss 3") == "validation at step 5: loss 3"
-
-
-def test_a_follower_returns_complete_lines_only(tmp_path):
-    path = tmp_path / "log"
-    follower = Follower(path)
-    assert follower.lines() == []
-    path.write_text("one\ntwo")
-    assert follower.lines() == ["one"]
-    with path.open("a") as file:
-        file.write("!\nthr")
-    assert follower.lines() == ["two!"]
-    assert follower.lines(last=True) == ["thr"]
-
-
-def test_log_rank_may_list_several():
-    assert shown_ranks({}) == {0} and shown_ranks({"LOG_RANK": "1,3"}) == {1, 3}
-    with pytest.raises(UserError, match="LOG_RANK=all must be a rank"):
-        shown_ranks({"LOG_RANK": "all"})
+    facts = [part.rstrip() for part in parts[begin:end]]
+    assert max(map(len, facts)) <= 50
+    words = log[log.index("model ") : log.index("seed ")].split()
+    assert " ".join(facts).split() == words, "lines break between words"
 
 
 def test_a_run_outlives_its_terminal(tmp_path):
@@ -157,23 +177,77 @@ def test_a_run_outlives_its_terminal(tmp_path):
     assert process.communicate() == (None, b"") and process.returncode == 0
 
 
-BANNER = (
-    "titanlite  0.1.0\nmodel      llama3\nmesh       dp_shard 2\n"
+def test_no_progress_is_drawn_where_there_is_no_terminal(tmp_path, capfd):
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 1000)
+    argv = ["data", "prepare", str(text), "--out", f"{tmp_path}/out", "--workers", "1"]
+    assert main(argv) == 0
+    assert (tmp_path / "out/manifest.json").exists() and capfd.readouterr().err == ""
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_progress_goes_on_after_a_loss_that_was_not_finite(tmp_path, monkeypatch):
+    shown = screen(monkeypatch)
+    record = {"step": 3, "loss": None, "step_seconds": 1, "tps": 5}
+    (tmp_path / "metrics").write_text(json.dumps(record) + "\n")
+    deadline = time.monotonic() + 20
+    with Terminal({}, tmp_path / "metrics", 9, color=False):
+        while "step 3/9" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    says(shown.getvalue(), "step 3/9", "not finite", "5 tokens/s")
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_disable_color_printing_shows_plain_lines(tmp_path, monkeypatch, color):
+    shown = screen(monkeypatch)
+    (tmp_path / "log").write_text("step:  1  loss:  8.04034\n")
+    with Terminal({0: tmp_path / "log"}, tmp_path / "metrics", 9, color=color):
+        pass
+    assert ("\033[32mloss:" in shown.getvalue()) == color
+
+
+def test_coloring_keeps_the_text():
+    in_color = colored("step:  1  loss:  8.04034  mfu: n/a")
+    assert "\033[31mstep:  1\033[0m" in in_color
+    plain = "validation at step 5: loss 3"
+    assert colored(plain) == plain
+
+
+def test_a_follower_returns_complete_lines_only(tmp_path):
+    path = tmp_path / "log"
+    follower = Follower(path)
+    assert follower.lines() == []
+    path.write_text("one\ntwo")
+    assert follower.lines() == ["one"]
+    with path.open("a") as file:
+        file.write("!\nthr")
+    assert follower.lines() == ["two!"]
+    assert follower.lines(last=True) == ["thr"]
+
+
+def test_log_rank_may_list_several():
+    assert shown_ranks({}) == {0} and shown_ranks({"LOG_RANK": "1,3"}) == {1, 3}
+    with refused("LOG_RANK=all"):
+        shown_ranks({"LOG_RANK": "all"})
+
+
+FACTS = (
+    "titanlite  0.1.0\nmodel      llama3\nmesh       dp_shard {}\n"
     "lr_scheduler.warmup_steps is long\n"
 )
 
 
 def test_of_facts_that_the_last_start_logged_too_only_the_names_are_shown(tmp_path, capsys):
-    planned = ["titanlite: planned peak 2 GiB", "titanlite: planned communication: none"]
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before/rank-0.log").write_text(f"{BANNER}step:  1\nmesh       dp_shard 4\n")
-    (tmp_path / "before/launcher.log").write_text(
-        planned[0].replace("2", "1") + f"\n{planned[1]}\n"
-    )
-    log = tmp_path / "rank-0.log"
-    log.write_text(BANNER.replace("dp_shard 2", "dp_shard 4"))
-    notices = [planned]
-    known = known_facts(tmp_path / "before", [0])
+    peak, communication = "titanlite: planned peak {} GiB", "titanlite: planned communication: none"
+    before, log = tmp_path / "before", tmp_path / "rank-0.log"
+    before.mkdir()
+    (before / "rank-0.log").write_text(f"{FACTS.format(2)}step:  1\nmesh       dp_shard 4\n")
+    (before / "launcher.log").write_text(f"{peak.format(1)}\n{communication}\n")
+    log.write_text(FACTS.format(4))
+    planned = [peak.format(2), communication]
+    notices, known = [planned], known_facts(before, [0])
     with Terminal(
         {0: log}, tmp_path / "metrics", 9, False, lambda: notices.pop() if notices else [], known
     ):
@@ -181,72 +255,64 @@ def test_of_facts_that_the_last_start_logged_too_only_the_names_are_shown(tmp_pa
             time.sleep(0.01)
         with log.open("a") as file:
             file.write("step:  1\nmodel      llama3\n")
-    assert capsys.readouterr().out.splitlines() == [
-        planned[0],
-        "mesh       dp_shard 4",
-        "lr_scheduler.warmup_steps is long",
-        f"unchanged since the last start: plan, titanlite, model (in {tmp_path})",
-        "step:  1",
-        "model      llama3",
-    ]
+    *new, unchanged, step, late = capsys.readouterr().out.splitlines()
+    assert new == [planned[0], *FACTS.format(4).splitlines()[2:]]
+    says(unchanged, "plan, titanlite, model", tmp_path)
+    assert (step, late) == ("step:  1", "model      llama3")
     assert (tmp_path / "launcher.log").read_text().splitlines() == planned
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_second_start_is_short_and_its_log_has_all(tmp_path):
-    argv = [word for word in TINY if word != "--checkpoint.no_enable"]
-    first = train([*argv, "--training.steps=2"], tmp_path, NGPU="2")[1]
-    full = (tmp_path / "logs/rank-0.log").read_text()
-    second = train([*argv, "--training.steps=3"], tmp_path, NGPU="2")[1]
-    heads = [out.partition("\nstep:")[0].splitlines() for out in (first, second)]
-    (line,) = [line for line in heads[1] if line.startswith("unchanged since the last start: ")]
-    assert {"model", "mesh", "data", "optimizer", "seed"} <= set(re.findall(r"[a-z]+", line))
-    assert len(heads[1]) <= len(heads[0]) - 8 and not [
-        line for line in heads[1] if line.startswith("model ")
-    ]
-    (batch,) = [line for line in heads[1] if line.startswith("batch ")]
+    logs, heads = [], []
+    for steps in (2, 3):
+        out = run([*SAVING, f"--training.steps={steps}"], tmp_path, 2).out
+        heads.append(out.partition("\nstep:")[0])
+        logs.append((tmp_path / "logs/rank-0.log").read_text())
+    assert len(heads[1].splitlines()) <= len(heads[0].splitlines()) - 8
+    for fact in ("model", "mesh", "data", "seed"):
+        (line,) = re.findall(rf"(?m)^{fact} .*", logs[0])
+        assert line in logs[1] and line in heads[0] and line not in heads[1]
+    (batch,) = re.findall("(?m)^batch .*", heads[1])
     assert batch not in heads[0], "what changed is shown"
-    logged = (tmp_path / "logs/rank-0.log").read_text().splitlines()
-    facts = [
-        line
-        for line in full.partition("\nstep:")[0].splitlines()
-        if re.match(r"(model|mesh|data|seed) ", line)
-    ]
-    assert len(facts) == 4 and {*facts} <= {*logged}
 
 
 def test_keys_without_effect_are_told_if_the_user_set_them_and_config_lists_all(
     tmp_path, monkeypatch, capsys
 ):
+    def without_effect(*argv: str) -> str:
+        loaded = load(parse_command_line([*argv], {}))
+        return job_from(loaded, world=1, training=True).no_effect_of(loaded.given)
+
     monkeypatch.chdir(tmp_path)
     own = "[validation]\nenable = false\nsteps = 7\n[checkpoint]\nenable = false\n"
-    (tmp_path / "own.toml").write_text(own)
-    loaded = load(
-        parse_command_line(
-            ["--config", "debug.toml", "own.toml", "--generate.no_at_end", "--generate.tokens=3"],
-            {},
-        )
-    )
-    job = job_from(loaded, world=1, training=True)
-    assert job.no_effect_of(loaded.given) == (
-        "no effect without validation.enable: validation.steps; "
-        "without generate.at_end: generate.tokens"
-    )
-    assert main(["config", "--config", "debug.toml", "own.toml"]) == 0
-    line = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("# no effect")
-    )
-    assert "validation.freq" in line and "checkpoint.interval" in line
-    (tmp_path / "debug.toml").write_text((SHIPPED / "debug.toml").read_text())
-    loaded = load(parse_command_line(["--validation.no_enable"], {}))
-    assert "validation.freq" in job_from(loaded, world=1, training=True).no_effect_of(
-        loaded.given
-    ), "one's own copy"
+    Path("own.toml").write_text(own)
+    files = ["--config", "debug.toml", "own.toml"]
+    line = without_effect(*files, "--generate.no_at_end", "--generate.tokens=3")
+    says(line, "validation.enable: validation.steps;", "generate.at_end: generate.tokens")
+    assert "validation.freq" not in line and "checkpoint" not in line
+    assert main(["config", *files]) == 0
+    (line,) = re.findall("(?m)^# no effect .*", capsys.readouterr().out)
+    says(line, "validation.freq", "checkpoint.interval")
+    Path("debug.toml").write_text((SHIPPED / "debug.toml").read_text())
+    assert "validation.freq" in without_effect("--validation.no_enable"), "one's own copy"
 
 
-@pytest.mark.exhaustive
-def test_the_start_names_only_what_the_user_set_without_effect(tmp_path):
-    code, out = train([*TINY, "--training.steps=1", "--generate.tokens=3"], tmp_path, NGPU="1")
-    assert code == 0 and "validation.freq" not in out, out
-    assert out.count("no effect") == 1 and "no effect without generate.at_end: " in out
-    assert "validation.freq" in (tmp_path / "logs/rank-0.log").read_text()
+# ---------------------------------------------------------------- the encoding
+
+POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LATIN = {"PYTHONIOENCODING": "latin-1"}
+
+
+@pytest.mark.parametrize("encoding", sample([POSIX, LATIN], POSIX), ids=["POSIX", "latin"])
+def test_a_terminal_that_lacks_characters_gets_question_marks(encoding):
+    assert "?" in printed(["plan", "--help"], **encoding)
+
+
+@pytest.mark.long
+def test_a_run_on_a_terminal_that_lacks_characters(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('[job]\ndescription = "r…n"\n', encoding="utf-8")
+    argv = ["--config", "debug.toml", str(own), *TINY, f"--job.dump_folder={tmp_path}/run"]
+    out = printed(["train", *argv], NGPU="1", **LATIN)
+    assert "step 3 reached" in out and "r?n" in out

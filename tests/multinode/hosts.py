@@ -22,6 +22,14 @@ ARGV = [
     "--training.global_batch_size=8",
 ]
 """In float64 a loss does not depend on the mesh but for the last digits."""
+SAVING = [
+    *ARGV,
+    "--checkpoint.enable",
+    "--checkpoint.interval=5",
+    "--checkpoint.async_mode=disabled",
+    "--training.steps=60",
+    "--debug.seed=5",
+]
 
 
 class NoHosts(Exception):
@@ -48,24 +56,19 @@ class Hosts:
         done = self._script(*words)
         assert done.returncode == 0, done.stderr
 
-    def start(
-        self,
-        node: int,
-        argv: list[str],
-        folder: Path,
-        processes: int,
-        verb: str = "train",
-        **environ: str,
-    ) -> subprocess.Popen:
-        """Start the launcher of a host, as a person would start it there."""
-        variables = {
+    def start_all(
+        self, argv: list[str], folder: Path, processes: int = 1, verb: str = "train"
+    ) -> list[subprocess.Popen]:
+        """Start the launcher of each host, as a person would start it there."""
+        words = [sys.executable, "-m", "titanlite", verb, *argv, f"--job.dump_folder={folder}"]
+        shared = {
             "NNODES": str(self._count),
-            "NODE_RANK": str(node),
             "MASTER_ADDR": "node0",
             "NGPU": str(processes),
         }
-        command = [sys.executable, "-m", "titanlite", verb, *argv, f"--job.dump_folder={folder}"]
-        return self.run(node, command, {**variables, **environ})
+        return [
+            self.run(node, words, {**shared, "NODE_RANK": str(node)}) for node in range(self._count)
+        ]
 
     def run(
         self,
