@@ -57,14 +57,21 @@ def record(step: int, loss: float, **changed: Any) -> StepRecord:
     return replace(plain, **changed)
 
 
-def write(folder: Path, records: list[StepRecord], validation=(), torn="") -> Path:
+def write(
+    folder: Path,
+    records: list[StepRecord],
+    validation=(),
+    others: dict[int, dict] = {},
+    torn="",  # noqa: B006
+) -> Path:
     """Make a dump folder, or go on in it, with the sink that training writes with."""
     folder.mkdir(parents=True, exist_ok=True)
     sink = JsonLines(folder / "metrics.jsonl", 99)
     for one in records:
         sink.write(one.step, asdict(one), {})
-    for step, loss in validation:
-        sink.write(step, {"validation_loss": loss}, {})
+    losses = {step: {"validation_loss": loss} for step, loss in validation}
+    for step, values in (*losses.items(), *others.items()):
+        sink.write(step, values, {})
     sink.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(torn)

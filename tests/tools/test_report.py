@@ -25,25 +25,20 @@ from tests.tools.conftest import record, write
 from titanlite.cli import main
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.observe.metrics import JsonLines
 from titanlite.tools.record import chart
 from titanlite.tools.top import view
 
-SUFFERED = [
-    (8, {"checkpoint_blocked_seconds": 0.25, "checkpoint_write_seconds": 1.5}),
-    (9, {"bad_norm": None, "skipped": 1}),
-]
+SUFFERED = {
+    8: {"checkpoint_blocked_seconds": 0.25, "checkpoint_write_seconds": 1.5},
+    9: {"bad_norm": None, "skipped": 1},
+}
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run of two ranks that was restarted, saved and skipped a step; its last step is 20."""
     steps = [record(s, 4 - s / 10, memory_gib=1 + s / 10) for s in range(1, 11)]
-    folder = write(tmp_path / "run", steps, [(5, 3.5), (10, 2.875)])
-    sink = JsonLines(folder / "metrics.jsonl", 99)
-    for step, values in SUFFERED:
-        sink.write(step, values, {})
-    sink.close()
+    folder = write(tmp_path / "run", steps, [(5, 3.5), (10, 2.875)], SUFFERED)
     logs = folder / "logs"
     for name in ("attempt-2", "attempt-3"):
         (logs / name).mkdir(parents=True)
