@@ -12,6 +12,7 @@ from titanlite.data.packing import IGNORED, Concatenated
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.trained import WindowSource
 from titanlite.data.windows import Windows
 
 
@@ -22,7 +23,7 @@ def windows(tmp_path):
     def made(repeat: bool) -> Windows:
         (tmp_path / "letters.txt").write_text("".join(4 * letter for letter in "abcdefg"))
         source = open_source("training", "text", str(tmp_path), ByteTokenizer(), 256)
-        parts = [Concatenated(source, 4, False, "training")]
+        parts: list[WindowSource] = [Concatenated(source, 4, False, "training")]
         return Windows(parts, 4, seed=0, repeat=repeat)
 
     return made

@@ -8,6 +8,7 @@ import gzip
 import importlib
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def write(folder: Path, documents: list[list[int]], dtype: str = "uint16") -> Pa
     return folder / "part-0.npy"
 
 
-def opened(folder: Path, **settings: str):
+def opened(folder: Path, **settings: Any):
     given = Dataloader(**settings)
     return open_source("training", "tokens", str(folder), None, 300, "text", given)
 
@@ -44,7 +45,7 @@ def test_documents_end_where_the_table_says(tmp_path):
     path = write(tmp_path, DOCUMENTS_OF)
     for _ in range(2):
         source = opened(tmp_path)
-        assert source.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+        assert source.read(0, 9).tolist() == [*range(5, 14)]
         assert source.document_ends().tolist() == [4, 9]
         window = np.empty((4, 6), np.int64)
         Concatenated(source, 6, True, "training").fill(window, 0)
@@ -121,7 +122,7 @@ def test_what_dolmas_own_writer_writes_is_read(tmp_path, dtype):
             )
             assert theirs.write(row)
     source = opened(tmp_path, token_dtype=dtype)
-    assert source.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert source.read(0, 9).tolist() == [*range(5, 14)]
     assert source.document_ends().tolist() == [4, 9]
     ids, table = (tmp_path / name for name in ("part-0.npy", "part-0.csv.gz"))
     found = ids.read_bytes(), gzip.decompress(table.read_bytes())

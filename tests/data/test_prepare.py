@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,7 +190,7 @@ def test_parquet_rows_are_documents_and_a_damaged_file_is_named(tmp_path):
 
     path = tmp_path / "a.parquet"
 
-    def write(rows: object, key: str = "text", **options: int) -> None:
+    def write(rows: Any, key: str = "text", **options: int) -> None:
         pyarrow.parquet.write_table(
             arrow.table({key: rows, "b": range(len(rows))}), path, **options
         )

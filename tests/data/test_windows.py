@@ -84,18 +84,17 @@ def test_packed_windows_hold_whole_documents(folder):
         assert found == sorted(list(text.encode()) for text in expected)
 
 
-def packed_text(folder, ids: list[int], end: int) -> list[list[int]]:
-    """Write a shard, pack it, and return its documents."""
-    np.asarray(ids, np.uint16).tofile(folder / "a.npy")
-    return documents_of(Packed(ShardSource("training", folder, 100, end), 8, "training"))
+def packed_digits(folder, digits: str, end: int) -> list[str]:
+    """Write digits as a shard, pack it, and return its documents."""
+    np.asarray([*map(int, digits)], np.uint16).tofile(folder / "a.npy")
+    found = documents_of(Packed(ShardSource("training", folder, 100, end), 8, "training"))
+    return ["".join(map(str, document)) for document in found]
 
 
 def test_a_packing_plan_belongs_to_an_end_token_and_a_content(tmp_path):
-    ids = [1, 2, 9, 3, 7, 4, 5, 9, 6, 7, 8, 9]
-    assert packed_text(tmp_path, ids, end=9) == [[1, 2, 9], [3, 7, 4, 5, 9], [6, 7, 8, 9]]
-    assert packed_text(tmp_path, ids, end=7) == [[1, 2, 9, 3, 7], [4, 5, 9, 6, 7], [8, 9]]
-    ids = [1, 9, 2, 3, 4, 5, 9, 6, 7, 8, 5, 9]
-    assert packed_text(tmp_path, ids, end=9) == [[1, 9], [2, 3, 4, 5, 9], [6, 7, 8, 5, 9]]
+    assert packed_digits(tmp_path, "129374596789", end=9) == ["129", "37459", "6789"]
+    assert packed_digits(tmp_path, "129374596789", end=7) == ["12937", "45967", "89"]
+    assert packed_digits(tmp_path, "192345967859", end=9) == ["19", "23459", "67859"]
 
 
 def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_made_again(
@@ -109,15 +108,15 @@ def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_m
 
     for name in ("sync", "rename"):
         monkeypatch.setattr(store, name, partial(record, name, getattr(store, name)))
-    ids = [1, 2, 9, 3, 4, 4, 5, 9]
-    expected = packed_text(tmp_path, ids, end=9)
+    digits = "12934459"
+    expected = packed_digits(tmp_path, digits, end=9)
     (plan,) = (tmp_path / ".titanlite").glob("*.plan")
     draft = f".{plan.name}.new"
     assert calls[:2] == [("sync", draft), ("rename", draft)]
     content = plan.read_bytes()
     for damaged in (b"", content[:100], content[:-1], content[:-300], b"\xff" * len(content)):
         plan.write_bytes(damaged)
-        assert packed_text(tmp_path, ids, end=9) == expected
+        assert packed_digits(tmp_path, digits, end=9) == expected
         assert plan.read_bytes() == content
 
 

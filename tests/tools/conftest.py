@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,9 @@ def record(step: int, loss: float, **changed: Any) -> StepRecord:
 def write(
     folder: Path,
     records: list[StepRecord],
-    validation=(),
-    others: dict[int, dict] = {},
-    torn="",  # noqa: B006
+    validation: Sequence[tuple[int, float]] = (),
+    others: Mapping[int, dict[str, Any]] = {},
+    torn: str = "",
 ) -> Path:
     """Make a dump folder, or go on in it, with the sink that training writes with."""
     folder.mkdir(parents=True, exist_ok=True)

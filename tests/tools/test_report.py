@@ -54,17 +54,13 @@ def run(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(
-    run, tool, monkeypatch, columns
-):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    title, *lines = tool("top", run).splitlines()
-    says(title, "step 10 of 20, eta 10:00:00")
-    assert lines[0].startswith("  loss ") and lines[1].startswith("  validation_loss ")
-    assert 30 < max(map(len, lines)) <= columns
-    if columns == 40:
-        return
+def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(run, tool, monkeypatch):
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        title, *lines = tool("top", run).splitlines()
+        says(title, "step 10 of 20, eta 10:00:00")
+        assert lines[0].startswith("  loss ") and lines[1].startswith("  validation_loss ")
+        assert 30 < max(map(len, lines)) <= columns
     for line in (
         r"  loss +3 +█▇.*▁",
         r"  validation_loss +2\.875 .*",
