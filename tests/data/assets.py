@@ -1,20 +1,25 @@
 """Train a small BPE tokenizer for tests."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+SPECIAL = ("<|end_of_text|>",)
 
-def make_assets(folder: Path, texts: list[str], vocab_size: int = 400) -> Path:
+
+def make_assets(
+    folder: Path, texts: list[str], vocab_size: int = 400, special: Sequence[str] = SPECIAL
+) -> Path:
+    """The first special token ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|end_of_text|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=special,
+        special_tokens=[*special],
         show_progress=False,
         initial_alphabet=alphabet,
     )

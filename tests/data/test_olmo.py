@@ -8,16 +8,15 @@ import gzip
 import importlib
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from titanlite.cli import main
+from tests.messages import refused, says
 from titanlite.config.schema import Dataloader
 from titanlite.data.packing import DOCUMENTS, LABELS, Concatenated, Packed
-from titanlite.data.shards import ShardSource
 from titanlite.data.sources import open_source
-from titanlite.errors import UserError
 
 
 def write(folder: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
@@ -33,6 +32,11 @@ def write(folder: Path, documents: list[list[int]], dtype: str = "uint16") -> Pa
     return folder / "part-0.npy"
 
 
+def opened(folder: Path, **settings: Any):
+    given = Dataloader(**settings)
+    return open_source("training", "tokens", str(folder), None, 300, "text", given)
+
+
 DOCUMENTS_OF = [[5, 6, 7, 8], [], [9, 10, 11, 12, 13]]
 
 
@@ -40,8 +44,8 @@ def test_documents_end_where_the_table_says(tmp_path):
     """No end token is there, and an empty document is none; numpy's own files may have a table."""
     path = write(tmp_path, DOCUMENTS_OF)
     for _ in range(2):
-        source = open_source("training", "tokens", str(tmp_path), None, 300)
-        assert source.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+        source = opened(tmp_path)
+        assert source.read(0, 9).tolist() == [*range(5, 14)]
         assert source.document_ends().tolist() == [4, 9]
         window = np.empty((4, 6), np.int64)
         Concatenated(source, 6, True, "training").fill(window, 0)
@@ -57,53 +61,49 @@ def test_documents_end_where_the_table_says(tmp_path):
 def test_ids_of_a_file_that_does_not_say_their_type_have_the_named_one(tmp_path, name, dtype):
     ids = np.arange(200, dtype=dtype)
     ids.tofile(tmp_path / name)
-    settings = Dataloader(token_dtype=dtype)
-    source = open_source("training", "tokens", str(tmp_path), None, 300, "text", settings)
+    source = opened(tmp_path, token_dtype=dtype)
     assert source.read(0, 200).tolist() == ids.tolist()
     assert pickle.loads(pickle.dumps(source)).tokens == 200
 
 
 def test_what_a_file_says_of_its_ids_is_above_the_named_type(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(9, dtype=np.int64))
-    assert ShardSource("training", tmp_path, 300, 9, None, "uint16").tokens == 9
+    assert opened(tmp_path, token_dtype="uint16").tokens == 9
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
 def test_ids_that_would_be_read_in_another_type_are_named(tmp_path, dtype):
     path = write(tmp_path, DOCUMENTS_OF, "uint32")
-    with pytest.raises(
-        UserError, match=r"csv.gz is of 9 ids, and its file has 18 of .*token_dtype"
-    ):
-        ShardSource("training", tmp_path, 300, 0)
+    with refused("csv.gz", "9 ids", "18", "token_dtype"):
+        opened(tmp_path)
     (tmp_path / "part-0.csv.gz").unlink()
     np.arange(1, 99, dtype=dtype).tofile(path)
-    with pytest.raises(UserError, match="part-0.npy seems to have ids of 4 bytes or more"):
-        ShardSource("training", tmp_path, 300, 0)
-    assert ShardSource("training", tmp_path, 300, 0, None, dtype).tokens == 98
+    with refused("part-0.npy", "4 bytes"):
+        opened(tmp_path)
+    assert opened(tmp_path, token_dtype=dtype).tokens == 98
     np.zeros(99, np.uint16).tofile(path)
-    assert ShardSource("training", tmp_path, 300, 0).tokens == 99, "all zero is no sign of that"
+    assert opened(tmp_path).tokens == 99, "all zero is no sign of that"
 
 
 @pytest.mark.parametrize(
     ("table", "named"),
     [
-        (b"hello", "is no table of documents, or damaged: Not a gzipped file"),
-        (gzip.compress(b"0,4\n4,9\n")[:-9], "or damaged: Compressed file ended"),
-        (gzip.compress(b"start,end\n0,9\n"), "or damaged: invalid literal"),
-        (gzip.compress(b"0,4\n5,9\n"), "does not begin where the one before it ends"),
-        (gzip.compress(b"0\n4,9\n"), "or damaged"),
-        (gzip.compress(b""), "is of 0 ids, and its file has 9"),
+        (b"hello", "gzipped"),
+        (gzip.compress(b"0,4\n4,9\n")[:-9], "damaged: Compressed"),
+        (gzip.compress(b"start,end\n0,9\n"), "damaged: invalid"),
+        (gzip.compress(b"0,4\n5,9\n"), "begin where"),
+        (gzip.compress(b"0\n4,9\n"), "damaged"),
+        (gzip.compress(b""), "of 0 ids"),
     ],
     ids=["no gzip", "cut", "a head", "a gap", "a column", "empty"],
 )
-def test_a_table_that_is_none_is_one_line_before_anything_starts(tmp_path, capsys, table, named):
+def test_a_table_that_is_none_is_named_before_anything_starts(tmp_path, tool, table, named):
     write(tmp_path, DOCUMENTS_OF)
     (tmp_path / "part-0.csv.gz").write_bytes(table)
-    options = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path}"]
-    assert main(["train", *options, f"--job.dump_folder={tmp_path}/out"]) == 2
-    error = capsys.readouterr().err
-    assert "part-0.csv.gz" in error and named in error
-    assert "Traceback" not in error and "nothing was started" in error
+    out = tmp_path / "out"
+    argv = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path}"]
+    says(tool("train", *argv, f"--job.dump_folder={out}", code=2), "part-0.csv.gz", named)
+    assert not out.exists()
 
 
 @pytest.mark.long
@@ -121,9 +121,8 @@ def test_what_dolmas_own_writer_writes_is_read(tmp_path, dtype):
                 f"doc, {number}", "./a.jsonl.gz", number, tokens
             )
             assert theirs.write(row)
-    settings = Dataloader(token_dtype=dtype)
-    source = open_source("training", "tokens", str(tmp_path), None, 300, "text", settings)
-    assert source.read(0, 9).tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    source = opened(tmp_path, token_dtype=dtype)
+    assert source.read(0, 9).tolist() == [*range(5, 14)]
     assert source.document_ends().tolist() == [4, 9]
     ids, table = (tmp_path / name for name in ("part-0.npy", "part-0.csv.gz"))
     found = ids.read_bytes(), gzip.decompress(table.read_bytes())

@@ -12,8 +12,9 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 
+from tests.data.assets import make_assets
+from tests.messages import refused, says
 from titanlite.data.chat import READ_ONLY, TODAY, ChatTokenizer, _spans
-from titanlite.errors import UserError
 
 WHEEL = "trl==1.16.0"
 TALK = [
@@ -33,9 +34,7 @@ CHATS = {
         for each in TALK
     ],
 }
-SPECIAL = (
-    "<s> </s> <|im_start|> <|im_end|> <|begin_of_text|> <|eot_id|> <bos> <end_of_turn>".split()
-)
+SPECIAL = "</s> <s> <|im_start|> <|im_end|> <|begin_of_text|> <|eot_id|> <bos> <end_of_turn>"
 
 
 def templates(folder: Path) -> dict[str, str]:
@@ -49,25 +48,6 @@ def templates(folder: Path) -> dict[str, str]:
         return {Path(name).stem: wheel.read(name).decode() for name in names}
 
 
-def tokenizer_folder(folder: Path) -> str:
-    """Write a tokenizer of bytes with some special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
-    )
-    backend.train_from_iterator(["hello world how are you"], trainer)
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
-
-
 def differences(own: ChatTokenizer, theirs, chat: list[dict]) -> list[str]:
     """Compare one chat's text, prompt, and with marks its ids and mask; [] if both refuse it."""
     given = chat
@@ -77,7 +57,7 @@ def differences(own: ChatTokenizer, theirs, chat: list[dict]) -> list[str]:
     try:
         want = theirs.apply_chat_template(given, tokenize=False)
     except Exception as error:
-        with pytest.raises(UserError, match="the chat template fails"):
+        with refused("template fails"):
             own.texts(chat)
         assert "not supported" in str(error)
         return []
@@ -100,16 +80,20 @@ def test_the_templates_of_trl_render_as_in_transformers(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     clock = SimpleNamespace(now=lambda: TODAY)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
-    assets = tokenizer_folder(tmp_path / "assets")
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    assets = str(make_assets(folder, ["hello world how are you"], 400, SPECIAL.split()))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=f"{assets}/tokenizer.json", bos_token="<s>", eos_token="</s>"
+        tokenizer_file=f"{assets}/tokenizer.json", **settings
     )
     wrong, sources = {}, templates(tmp_path)
     for name, source in sources.items():
-        (tmp_path / "assets" / "chat_template.jinja").write_text(source)
+        (folder / "chat_template.jinja").write_text(source)
         own, theirs.chat_template = ChatTokenizer(assets), source
         for kind, chat in CHATS.items():
             if found := differences(own, theirs, chat):
                 wrong[f"{name}, {kind}"] = found
-        assert "trained on what" in own.describe()
+        says(own.describe(), "trained on")
     assert len(sources) == 72 and not wrong

@@ -33,7 +33,7 @@ def test_the_devcontainer_runs_a_command_that_is_here():
     assert option in (ROOT / script).read_text(encoding="utf-8")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_package_built_from_the_files_of_the_image_has_the_models_and_configs(tmp_path):
     for name in SENT:
         if (ROOT / name).is_dir():
@@ -50,7 +50,7 @@ def test_a_package_built_from_the_files_of_the_image_has_the_models_and_configs(
         assert any(fnmatch(name, pattern) for name in names), pattern
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_image_can_be_built():
     if (
         not shutil.which("docker")

@@ -3,6 +3,7 @@ dumps.
 """
 
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -14,10 +15,16 @@ import pytest
 import torch
 
 from tests.jobs import TINY
-from tests.launch.test_nodes import free_port
-from tests.runs import ROOT, descendants, environment, finish, start
+from tests.messages import says
+from tests.runs import command, descendants, environment, finish, start
 from titanlite.tools.doctor import shown_variables
 
+PLAIN = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "ib0",
+    "NNODES": "2",
+    "SLURM_JOB_ID": "7",
+}
 SECRETS = {
     "NCCL_API_TOKEN": "hush-1",
     "SLURM_JWT": "hush-2",
@@ -27,65 +34,56 @@ SECRETS = {
     "HF_TOKEN": "hush-6",
     "TORCH_MIRROR": "https://me:hush-7@mirror/x",
 }
+INJURED = [*TINY, "--model.package=injured"]
+
+
+def doctor(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
+    """Run it to the end, and require that it has left no file."""
+    code, out = finish(start(argv, folder / "none", "titanlite doctor", **environ))
+    assert not list(folder.iterdir()) and "Traceback" not in out, out
+    return code, out
 
 
 def test_the_doctor_prints_the_ranks_and_their_network_shows_no_secret_and_leaves_no_file(tmp_path):
     shown = {"NCCL_DEBUG": "WARN", "TORCH_LOGS": "recompiles", **SECRETS}
-    code, out = finish(start(TINY, tmp_path / "none", "titanlite doctor", NGPU="2", **shown))
+    code, out = doctor(TINY, tmp_path, NGPU="2", **shown)
     assert code == 0 and "hush" not in out, out
-    assert not list(tmp_path.iterdir())
-    assert re.search(
-        rf"\n0-1 +\S+ +cpu +titanlite \S+, torch {re.escape(torch.__version__)} +3\.\d+", out
-    )
-    assert (
-        "\n  NCCL_DEBUG=WARN\n" in out and "\n  OMP_NUM_THREADS=1\n" in out and "C++ Version" in out
-    )
-    assert "\nmesh       dp_shard 2\npreflight  2 ranks on 1 host agree: config " in out
-    assert re.search(r"\nnetwork    all-reduce over dp_shard 2: \S+ MB in \S+ ms, \S+ GB/s\n", out)
-    assert out.endswith("nothing looks wrong\n") or "\nwarning: " in out
+    says(out, "\n  NCCL_DEBUG=WARN\n", "\n  OMP_NUM_THREADS=1\n", "C++ Version")
+    says(out, f"torch {torch.__version__}", "\nmesh       dp_shard 2\n")
+    for line in (
+        r"0-1 +\S+ +cpu +titanlite .*",
+        r"preflight  2 ranks on 1 host .*",
+        r"network    .* dp_shard 2: \S+ MB in \S+ ms, \S+ GB/s",
+        r"nothing looks wrong|warning: .*",
+    ):
+        assert re.search(rf"(?m)^({line})$", out), line
 
 
 def test_variables_that_may_be_secret_are_not_shown():
-    plain = {
-        "NCCL_SOCKET_IFNAME": "ib0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NNODES": "2",
-        "SLURM_JOB_ID": "7",
-    }
-    found = shown_variables({**plain, **SECRETS, "HOME": "/root", "EDITOR": "vi"})
-    assert found == sorted(
-        [f"{name}={value}" for name, value in plain.items()] + ["TORCH_MIRROR=https://…@mirror/x"]
-    )
+    found = shown_variables({**PLAIN, **SECRETS, "HOME": "/root", "EDITOR": "vi"})
+    expected = {**PLAIN, "TORCH_MIRROR": "https://…@mirror/x"}
+    assert found == [f"{name}={value}" for name, value in expected.items()]
 
 
-def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tmp_path):
-    code, out = finish(start([*TINY, "--training.stepz=1"], tmp_path, "titanlite doctor", NGPU="2"))
-    assert code == 2 and "did you mean training.steps?" in out
-    assert "environment of rank 0" not in out and not list(tmp_path.iterdir())
+def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tool, monkeypatch):
+    monkeypatch.setenv("NGPU", "2")
+    out = tool("doctor", *TINY, "--training.stepz=1", code=2)
+    says(out, "training.steps?")
+    assert "environment of" not in out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_rank_that_hangs_under_the_doctor_is_named_with_its_stack_and_no_file_is_left(tmp_path):
-    options = [*TINY, "--model.package=injured", "--comm.init_timeout_seconds=12"]
-    run = start(options, tmp_path / "none", "titanlite doctor", NGPU="2", INJURY="sleep:start:1:0")
-    code, out = finish(run)
-    assert (
-        code == 1 and "the run hangs: no rank moved for 12 s (comm.init_timeout_seconds). " in out
-    ), out
-    assert "in suffer" in out and "Traceback" not in out
-    assert not list(tmp_path.iterdir())
+    argv = [*INJURED, "--comm.init_timeout_seconds=12"]
+    code, out = doctor(argv, tmp_path, NGPU="2", INJURY="sleep:start:1:0")
+    assert code == 1, out
+    says(out, "hangs: ", "12 s (comm.init_timeout_seconds)", "in suffer")
 
 
 @pytest.mark.long
 def test_ctrl_c_ends_the_doctor_with_130_and_without_a_traceback(tmp_path):
-    run = start(
-        [*TINY, "--model.package=injured"],
-        tmp_path,
-        "titanlite doctor",
-        INJURY="sleep:start:0:0",
-        NGPU="1",
-    )
-    while len(descendants(run.pid)) < 1:
+    run = start(INJURED, tmp_path, "titanlite doctor", INJURY="sleep:start:0:0", NGPU="1")
+    while not descendants(run.pid):
         time.sleep(0.1)
     time.sleep(1)
     run.send_signal(signal.SIGINT)
@@ -93,34 +91,28 @@ def test_ctrl_c_ends_the_doctor_with_130_and_without_a_traceback(tmp_path):
     assert code == 130 and "Traceback" not in out, out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_of_nodes_that_differ_the_facts_are_printed_and_then_what_differs(tmp_path):
-    port, codes, outs = free_port(), [], []
+    # Below those ports that the system gives to connections.
+    port = str(random.SystemRandom().randint(15_000, 32_000))
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NGPU": "1"}
-    more = [[], ["--optimizer.lr=0.5"]]
-    found = [
-        start([*TINY, *more[n]], tmp_path, "titanlite doctor", NODE_RANK=f"{n}", **nodes)
-        for n in range(2)
+    started = [
+        start([*TINY, *more], tmp_path, "titanlite doctor", NODE_RANK=str(node), **nodes)
+        for node, more in enumerate(([], ["--optimizer.lr=0.5"]))
     ]
-    for process in found:
+    outs = []
+    for process in started:
         code, out = finish(process)
-        codes.append(code)
+        says(out, "config differs", "rank 0", "optimizer.lr: 0.005 -> 0.5")
+        assert code == 2
         outs.append(out)
-    assert codes == [2, 2], outs
-    assert "environment of rank 0" in outs[0] and "\n1 " in outs[0], (
-        "a row for the rank that differs"
-    )
-    for out in outs:
-        assert (
-            "the config differs between ranks: rank 0 has" in out
-            and "optimizer.lr: 0.005 -> 0.5" in out
-        )
+    says(outs[0], "environment of", "\n1 ")  # a row for the rank that differs
 
 
 RECORDER = """
 import os, pickle, sys, torch, torch.distributed as dist
-rank, folder = int(os.environ["RANK"]), sys.argv[1]
-dist.init_process_group("gloo")
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 for number in range(3 if rank == 0 else 2):
     dist.all_reduce(torch.ones(4), async_op=number == 2)
 dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
@@ -132,58 +124,28 @@ os._exit(0)
 """
 
 
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the records of two ranks, of which rank 1 misses the last all-reduce."""
+@pytest.mark.long
+def test_torchs_verdict_on_dumps_is_printed_and_a_missing_one_is_named(tmp_path):
+    """Of two ranks, of which rank 1 misses the last all-reduce."""
     if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
         pytest.skip(f"torch {torch.__version__} does not record gloo")
-    folder, port = tmp_path_factory.mktemp("dumps"), free_port()
-    variables = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCH_FR_BUFFER_SIZE": "100",
-    }
-    command = [sys.executable, "-c", RECORDER, str(folder)]
+    variables = environment(TORCH_FR_BUFFER_SIZE="100")
+    recorder = [sys.executable, "-c", RECORDER]
     ranks = [
-        subprocess.Popen(command, env=environment(RANK=f"{rank}", **variables)) for rank in range(2)
+        subprocess.Popen([*recorder, str(rank), str(tmp_path)], env=variables) for rank in range(2)
     ]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    return folder
+    code, out = command("doctor", "--traces", tmp_path)
+    assert code == 0
+    says(out, "sequence number: 3", "missing ranks: {1}")
+    (tmp_path / "rank_1").unlink()
+    code, out = command("doctor", "--traces", tmp_path)
+    assert code == 0
+    says(out, "ranks {1}")
 
 
-def doctor(folder: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "titanlite", "doctor", "--traces", str(folder)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.exhaustive
-def test_torchs_verdict_on_dumps_is_printed(dumps):
-    code, out = doctor(dumps)
-    assert (
-        code == 0
-        and "Not all ranks joining collective, sequence number: 3" in out
-        and "missing ranks: {1}" in out
-    )
-
-
-@pytest.mark.long
-def test_a_missing_dump_is_named_and_the_others_are_read(dumps, tmp_path):
-    (tmp_path / "rank_0").write_bytes((dumps / "rank_0").read_bytes())
-    code, out = doctor(tmp_path)
-    assert code == 0 and "Missing dump files from ranks {1}" in out
-
-
-@pytest.mark.long
-def test_a_folder_without_dumps_says_what_is_expected_there(tmp_path):
-    for folder, why in ((tmp_path, "no dumps there"), (tmp_path / "none", "no such folder")):
-        code, out = doctor(folder)
-        assert (
-            code == 2 and f"--traces {folder}: {why}; expected are files rank_0, rank_1, …" in out
-        )
+def test_a_folder_without_dumps_says_what_is_expected_there(tmp_path, tool):
+    for folder, why in ((tmp_path, "no dumps"), (tmp_path / "none", "no such")):
+        says(tool("doctor", "--traces", folder, code=2), f"--traces {folder}: {why}", "rank_0")
     (tmp_path / "rank_0").write_bytes(pickle.dumps("no dump"))
-    code, out = doctor(tmp_path)
-    assert code == 1 and "torch cannot read rank_0" in out and "Traceback" not in out
+    says(tool("doctor", "--traces", tmp_path, code=1), f"--traces {tmp_path}: ", "rank_0")

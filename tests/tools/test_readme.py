@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.lanes import sample
 from tests.runs import ROOT, environment
 
 PAGES = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/guide.md")]
@@ -42,79 +40,105 @@ def commands(page: str) -> set[str]:
     }
 
 
-@dataclass(frozen=True)
-class Check:
-    """What proves that a command did its work; `more` is typed behind it, to be shorter or where
-    the README has …
-    """
-
-    proof: str
-    more: str = ""
-    code: int = 0
-
-
-SHORT = (
-    "--training.steps 24 --lr_scheduler.warmup_steps 4 --validation.steps 2 --checkpoint.interval 8"
-)
+PROOFS = r"""
+$ ./run_train.sh
++ --training.steps 24 --lr_scheduler.warmup_steps 4 --validation.steps 2 --checkpoint.interval 8
++ --checkpoint.last_save_in_hf
+= titanlite: step 24 reached
+$ ./run_train.sh --config mine.toml --training.steps 1000 --optimizer.lr 1e-3
++ --training.steps 60
+= step 60 reached
+$ ./run_train.sh --training.stepz 5 --optimizer.lr x --parallelism.tensor_parallel_degree 3
+= 3 configuration errors; nothing was started(.*\n)+.*did you mean training\.steps\?
+! 2
+$ NGPU=1 ./run_train.sh --config cluster.toml
+= no effect on 1 rank: parallelism.fsdp_forward_prefetch(.*\n)+.*step 2 reached
+$ ./run_train.sh --config llama_8b.toml
+= can't train llama3 8B here with this config; nothing was started\n  model\.hf_assets_path
+! 2
+$ ./run_train.sh --help
+= optimizer\.lr\b
+$ ./run_train.sh --help optimizer
+= optimizer\.lr\b
+$ titanlite models
+= llama3(.*\n)+.*405B
+$ titanlite config --placements --config llama_70b.toml
+= layers\.\*\.attention\.wq\.weight .*over tp
+$ titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g
+= ^It fits:
+$ titanlite plan
++ --config mine.toml --world 2 --gpu h100-80g
+= ^It fits:
+$ titanlite data prepare
++ my-text --out shards --workers 1 && titanlite data show shards
+= to train on them: (.*\n)+vocabulary 256, tokenizer bytes
+$ titanlite checkpoint ls
++ outputs
+= (step-\d+ .*complete\n){2}
+$ titanlite checkpoint verify
++ outputs
+= step-24: verified
+$ titanlite checkpoint show
++ outputs
+= step 24\b(.*\n)+.*model\.layers\.0\.attention\.wq\.weight
+$ titanlite checkpoint diff
++ outputs/checkpoint/step-16 outputs
+= tensors differ
+! 1
+$ titanlite checkpoint cp
++ outputs copied
+= step-24 is now in copied/step-24:
+$ titanlite checkpoint export
++ outputs exported && ls exported
+= config.json
+$ titanlite checkpoint import
++ outputs/checkpoint/hf-step-24 imported
+= imported \d+ tensors: imported/step-0
+$ titanlite checkpoint rm
++ outputs/checkpoint/step-8
+= removed .*step-8
+$ titanlite generate
+= titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self,
+$ titanlite evaluate
++ --steps 2
+= bits per byte +\d\.\d+
+$ titanlite top outputs
+= step 24 of 24(.*\n)+ +loss +\d(.*\n)+ +1 +ended +24
+$ titanlite report outputs
+= wrote outputs/report.html
+$ titanlite plot outputs
+= outputs +24 .*\nwrote outputs/curves.html
+$ titanlite doctor
+= \nnetwork    all-reduce over dp_shard 2:
+$ titanlite profile
+= (?s)a profile takes 8 steps.*the step +[\d.]+ +100\.0%
+$ titanlite verify --model llama3
++ --only 2
+= the row equals one process
+$ titanlite tour
++ --to 'a folder with blanks'
+= proved: its logits are within
+$ titanlite.load("outputs")
+= Llama ByteTokenizer
+"""
+"""Each command, what is typed behind it, to be shorter or where the page has …, what proves by its
+output that it did its work, and its exit code, if not 0. Of llama_8b.toml neither the tokenizer nor
+the text is here.
+"""
 CHECKS = {
-    "./run_train.sh": Check(
-        r"titanlite: step 24 reached", f"{SHORT} --checkpoint.last_save_in_hf"
-    ),  # not 300 steps
-    "./run_train.sh --config mine.toml --training.steps 1000 --optimizer.lr 1e-3": Check(
-        "step 60 reached", "--training.steps 60"
-    ),
-    "./run_train.sh --training.stepz 5 --optimizer.lr x "
-    "--parallelism.tensor_parallel_degree 3": Check(
-        r"3 configuration errors; nothing was started(.*\n)+.*did you mean training\.steps\?",
-        code=2,
-    ),
-    "NGPU=1 ./run_train.sh --config cluster.toml": Check(
-        "no effect on 1 rank: parallelism.fsdp_forward_prefetch(.*\n)+.*step 2 reached"
-    ),
-    "./run_train.sh --config llama_8b.toml": Check(  # neither its tokenizer nor its text is here
-        r"can't train llama3 8B here with this config; nothing was started\n"
-        r"  model\.hf_assets_path",
-        code=2,
-    ),
-    "./run_train.sh --help": Check(r"optimizer\.lr "),
-    "./run_train.sh --help optimizer": Check(r"optimizer\.lr "),
-    "titanlite models": Check("llama3(.*\n)+.*405B"),
-    "titanlite config --placements --config llama_70b.toml": Check(
-        r"layers\.\*\.attention\.wq\.weight .*over tp"
-    ),
-    "titanlite plan --config llama_8b.toml --world 8 --gpu h100-80g": Check("^It fits:"),
-    "titanlite plan": Check("^It fits:", "--config mine.toml --world 2 --gpu h100-80g"),
-    "titanlite data prepare": Check(
-        r"to train on them: (.*\n)+vocabulary 256, tokenizer bytes",
-        "my-text --out shards --workers 1 && titanlite data show shards",
-    ),
-    "titanlite checkpoint ls": Check(r"(step-\d+ .*complete\n){2}", "outputs"),
-    "titanlite checkpoint verify": Check("step-24: verified", "outputs"),
-    "titanlite checkpoint show": Check(
-        r"step 24\b(.*\n)+.*model\.layers\.0\.attention\.wq\.weight", "outputs"
-    ),
-    "titanlite checkpoint diff": Check(
-        r"tensors differ", "outputs/checkpoint/step-16 outputs", code=1
-    ),
-    "titanlite checkpoint cp": Check("step-24 is now in copied/step-24: ", "outputs copied"),
-    "titanlite checkpoint export": Check("config.json", "outputs exported && ls exported"),
-    "titanlite checkpoint import": Check(
-        r"imported \d+ tensors: imported/step-0", "outputs/checkpoint/hf-step-24 imported"
-    ),
-    "titanlite checkpoint rm": Check("removed .*step-8", "outputs/checkpoint/step-8"),
-    "titanlite generate": Check(r"titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self, "),
-    "titanlite evaluate": Check(r"bits per byte +\d\.\d+", "--steps 2"),  # not all windows
-    "titanlite top outputs": Check(r"step 24 of 24(.*\n)+ +loss +\d(.*\n)+ +1 +ended +24 "),
-    "titanlite report outputs": Check("wrote outputs/report.html"),
-    "titanlite plot outputs": Check(r"outputs +24 .*\nwrote outputs/curves.html"),
-    "titanlite doctor": Check(r"\nnetwork    all-reduce over dp_shard 2: "),
-    "titanlite profile": Check(r"(?s)a profile takes 8 steps.*the step +[\d.]+ +100\.0%"),
-    "titanlite verify --model llama3": Check(
-        "the row equals one process", "--only 2"
-    ),  # not all rows
-    "titanlite tour": Check("   proved: its logits are within "),  # the last step
-    'titanlite.load("outputs")': Check("Llama ByteTokenizer"),
+    found["command"]: found
+    for found in re.finditer(
+        r"^\$ (?P<command>.*)(?P<more>(\n\+ .*)*)\n= (?P<proof>.*)(\n! (?P<code>.*))?$",
+        PROOFS,
+        re.MULTILINE,
+    )
 }
+
+
+def typed(command: str) -> str:
+    return (command + CHECKS[command]["more"]).replace("\n+", "")
+
+
 ELSEWHERE = {
     "./scripts/test.sh": "runs this test",
     "./scripts/first_light.sh": "tests/gpu/test_first_light.py",
@@ -189,27 +213,27 @@ def first(tmp_path_factory) -> tuple[Path, tuple[int, str]]:
     (folder / "cluster.toml").write_text(
         f'job.dump_folder = "cluster"\nparallelism.fsdp_forward_prefetch = 2\n{SMALL}'
     )
-    return folder, shell(f"./run_train.sh {CHECKS['./run_train.sh'].more}", folder)
+    return folder, shell(typed("./run_train.sh"), folder)
 
 
-TAKE_MINUTES = {
-    "./run_train.sh --config mine.toml --training.steps 1000 --optimizer.lr 1e-3",
-    "NGPU=1 ./run_train.sh --config cluster.toml",
-    "titanlite profile",
-    "titanlite verify --model llama3",
-    "titanlite tour",
-}
+FIRST = ("./run_train.sh", "titanlite top outputs")
+"""The page's first two of those that are checked here."""
 
 
-@pytest.mark.parametrize("command", sample(CHECKS, long=CHECKS.keys() - TAKE_MINUTES))
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.long if each in FIRST else pytest.mark.nightly)
+        for each in CHECKS
+    ],
+)
 def test_a_command_of_the_readme_does_its_work(command, first):
     folder, (code, out) = first
     check = CHECKS[command]
     if command.startswith("titanlite.load"):
-        (folder / "load.py").write_text(
-            f"import titanlite\nfound = {command}\nprint(*(type(x).__name__ for x in found))"
-        )
+        names = "print(*(type(each).__name__ for each in found))"
+        (folder / "load.py").write_text(f"import titanlite\nfound = {command}\n{names}")
         code, out = shell("python load.py", folder)
     elif command != "./run_train.sh":
-        code, out = shell(f"{command} {check.more}", folder)
-    assert code == check.code and re.search(check.proof, out, re.MULTILINE), out
+        code, out = shell(typed(command), folder)
+    assert code == int(check["code"] or 0) and re.search(check["proof"], out, re.MULTILINE), out

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import sample
 from tests.tools.test_readme import ROOT, shell
 
 SHORT = " ".join(
@@ -47,7 +46,8 @@ def script(page: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", sample(PROOFS, long=["own-text"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROOFS)
 def test_the_commands_of_a_tutorial_do_their_work(name, tmp_path):
     page = (ROOT / f"docs/tutorial-{name}.md").read_text(encoding="utf-8")
     if "import AutoModel" in page:

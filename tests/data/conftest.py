@@ -1,0 +1,1 @@
+from tests.tools.conftest import tool  # noqa: F401
