@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,3 +144,45 @@ def test_the_pool_of_the_long_lane_fails_at_the_first_abort_and_records_it(
     with pytest.raises(RankFailed, match="rank 1 died, exit code -6"):
         pool.run(abort_until, str(marker), 1, world=2)
     assert record.read_text().count("abort of a rank:") == 1
+
+
+def test_a_late_rank_that_has_not_started_is_named(tmp_path):
+    """It waits for a reader of its log before it can take work or a signal."""
+    os.mkfifo(tmp_path / "log")
+    small = Pool(1, log=str(tmp_path / "log"))
+    try:
+        with pytest.raises(RankFailed, match="(?s)within 1 s from rank 0\nrank 0 has not started"):
+            small.run(total, timeout=1)
+        assert small._processes == [], "ended"
+    finally:
+        small.close()
+
+
+def has_loaded(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_ranks_have_the_preloaded_modules_whatever_fork_server_ran_first():
+    earlier = get_context("forkserver").Process(target=int)
+    earlier.start()
+    earlier.join()
+    small = Pool(1, ["colorsys"])
+    try:
+        assert small.run(has_loaded, "colorsys") == [True]
+    finally:
+        small.close()
+
+
+def threads_of_gloo() -> int:
+    assert dist.group.WORLD
+    gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.barrier()
+    return gloo.options._threads
+
+
+def test_a_group_has_one_thread_of_gloo_since_two_damage_the_heap():
+    small = Pool(1)
+    try:
+        assert small.run(threads_of_gloo) == [1]
+    finally:
+        small.close()

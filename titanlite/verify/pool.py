@@ -15,9 +15,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titanlite.runtime.distributed import set_collective_timeout, shared_device
@@ -41,6 +43,8 @@ INDUCTOR_MODULE = "torch._inductor.compile_fx"
 """To preload where rows compile: torch.compile imports it in every new rank, which takes
 seconds.
 """
+
+_FORK_SERVERS: dict[frozenset[str], ForkServer] = {}
 
 
 class RankFailed(Exception):
@@ -113,9 +117,7 @@ class Pool:
                     error, answers[rank] = connection.recv()
                 except EOFError:
                     self._processes[rank].join()
-                    stack = self._stack_file(
-                        rank
-                    ).read_text()  # of a signal that faulthandler takes
+                    stack = self._stack(rank)  # of a signal that faulthandler takes
                     died = f"rank {rank} died, exit code {self._processes[rank].exitcode}"
                     return answers, "\n".join(filter(None, (died, failure, stack)))
                 if error and not failure:
@@ -125,24 +127,36 @@ class Pool:
 
     def _describe_late(self, ranks: list[int], timeout: float) -> str:
         """Return the stacks of late ranks; each writes its own on a signal."""
-        for rank in ranks:
-            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(0.3)
-        stacks = [f"rank {rank}:\n{self._stack_file(rank).read_text()}" for rank in ranks]
+        started = [rank for rank in ranks if self._stack_file(rank).exists()]
+        for rank in started:  # the signal would end another
+            pid = self._processes[rank].pid
+            assert pid
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        if started:
+            time.sleep(0.3)
+        stacks = [
+            f"rank {rank}:\n{self._stack(rank)}"
+            if rank in started
+            else f"rank {rank} has not started: its process does not wait for work yet"
+            for rank in ranks
+        ]
         return (
             f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n"
             + "\n".join(stacks)
         )
 
     def _stack_file(self, rank: int) -> Path:
+        """Return the file of a rank's stack, which exists once the rank writes it on a signal."""
         return Path(self._folder.name) / f"stack-{rank}"
 
+    def _stack(self, rank: int) -> str:
+        file = self._stack_file(rank)
+        return file.read_text() if file.exists() else ""
+
     def _start(self) -> None:
-        context: Any = get_context("forkserver")
-        if self.device == "cuda":  # a driver that a preloaded module asks for devices is not forked
-            context = get_context("spawn")
-        else:
-            context.set_forkserver_preload(self._preload)
+        # A driver that a preloaded module asks for devices is not forked.
+        context: Any = get_context("spawn" if self.device == "cuda" else "forkserver")
         # Compiling asks for all GPUs that it sees, and fails in a fork.
         hidden = {} if self.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
@@ -160,7 +174,11 @@ class Pool:
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
             )
-            with patch.dict(os.environ, hidden):
+            start = _fork_server(self._preload).connect_to_new_process
+            with (
+                patch.dict(os.environ, hidden),
+                patch.object(forkserver, "connect_to_new_process", start),
+            ):
                 process.start()
             rank_connection.close()
             self._processes.append(process)
@@ -177,6 +195,19 @@ class Pool:
         self._processes, self._connections = [], []
 
 
+def _fork_server(preload: Sequence[str]) -> ForkServer:
+    """Return a running or new fork server with at least these modules, for pools only.
+
+    multiprocessing has one in each process, with the modules of whoever was first to start it.
+    """
+    for modules, server in _FORK_SERVERS.items():
+        if modules.issuperset(preload):
+            return server
+    server = _FORK_SERVERS[frozenset(preload)] = ForkServer()
+    server.set_forkserver_preload([*preload])
+    return server
+
+
 def _serve(
     connection: Connection, port: int, stack_file: str, path: list[str], log: str, device: str
 ) -> None:
@@ -190,9 +221,10 @@ def _serve(
     Trainer.thaws = False
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     current_generation = 0
-    with open(stack_file, "w") as stack:
+    with open(f"{stack_file}.new", "w") as stack:
         faulthandler.enable(file=stack)
         faulthandler.register(signal.SIGUSR1, file=stack)
+        os.rename(stack.name, stack_file)
         while True:
             try:
                 generation, rank, world, timeout, work = connection.recv()
@@ -212,6 +244,25 @@ def _serve(
             connection.send((error, answer))
 
 
+class _Gloo(dist.ProcessGroupGloo):
+    """A gloo group with one thread, of the usual two.
+
+    Its threads write down the name of the last collective without a lock: two at once free the
+    same memory twice, and put a zero into what is free (seen in torch 2.14.1).
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
+    ) -> None:
+        options: Any = dist.ProcessGroupGloo._Options()
+        interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces
+        ]
+        options._threads, options._timeout = 1, timeout
+        super().__init__(store, rank, size, options)
+
+
 def _make_groups(
     generation: int, rank: int, world: int, port: int, timeout: float, device: str
 ) -> None:
@@ -225,6 +276,8 @@ def _make_groups(
     store = dist.PrefixStore(
         f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     )
+    # torch makes its gloo groups by this name (2.14), without the options that a caller gives.
+    vars(distributed_c10d)["ProcessGroupGloo"] = _Gloo
     backend, gpu = "gloo", None
     if device == "cuda":
         backend, gpu = "cuda:nccl,cpu:gloo", shared_device(rank, world)
