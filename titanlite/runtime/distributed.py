@@ -88,6 +88,7 @@ def process_group(
         # The elastic agent's default, with which the record can be lost (pytorch#121055).
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    torch_private.give_gloo_groups_one_thread()
     raise_file_limit()
     if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
         # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.

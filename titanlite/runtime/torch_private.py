@@ -5,9 +5,11 @@ planner/torch_private.py. Each entry has the versions it was tried on, and the p
 to where one exists. Imports are late where they are slow, so that anything may import this file.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +131,32 @@ def process_groups() -> list[dist.ProcessGroup]:
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
+
+
+class _Gloo(dist.ProcessGroupGloo):
+    """A gloo group with one thread, of the usual two."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
+    ) -> None:
+        create = dist.ProcessGroupGloo.create_device
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._devices = (
+            [create(interface=name) for name in interfaces.split(",")]
+            if interfaces
+            else [dist.ProcessGroupGloo.create_default_device()]
+        )
+        options._threads, options._timeout = 1, timeout
+        super().__init__(store, rank, size, options)
+
+
+def give_gloo_groups_one_thread() -> None:
+    """Make each gloo group from now on with one thread, since two damage the heap."""
+    # torch 2.14: they assign the name of the last collective to one string without a lock, and that
+    # of DTensor's gathers lies on the heap (scripts/gloo_race.py). torch makes its groups by this
+    # name, without the options that a caller gives.
+    vars(dist.distributed_c10d)["ProcessGroupGloo"] = _Gloo
 
 
 def flight_record() -> bytes:

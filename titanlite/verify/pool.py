@@ -27,9 +27,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from titanlite.runtime import torch_private
 from titanlite.runtime.distributed import set_collective_timeout, shared_device
 from titanlite.train.trainer import Trainer
 
@@ -244,25 +245,6 @@ def _serve(
             connection.send((error, answer))
 
 
-class _Gloo(dist.ProcessGroupGloo):
-    """A gloo group with one thread, of the usual two.
-
-    Its threads write down the name of the last collective without a lock: two at once free the
-    same memory twice, and put a zero into what is free (seen in torch 2.14.1).
-    """
-
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
-    ) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()
-        interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces
-        ]
-        options._threads, options._timeout = 1, timeout
-        super().__init__(store, rank, size, options)
-
-
 def _make_groups(
     generation: int, rank: int, world: int, port: int, timeout: float, device: str
 ) -> None:
@@ -276,8 +258,7 @@ def _make_groups(
     store = dist.PrefixStore(
         f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     )
-    # torch makes its gloo groups by this name (2.14), without the options that a caller gives.
-    vars(distributed_c10d)["ProcessGroupGloo"] = _Gloo
+    torch_private.give_gloo_groups_one_thread()
     backend, gpu = "gloo", None
     if device == "cuda":
         backend, gpu = "cuda:nccl,cpu:gloo", shared_device(rank, world)
