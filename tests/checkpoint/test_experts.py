@@ -28,6 +28,7 @@ LAYOUTS = {"one": (1, []), "ep2 of tp2": (2, [EP2, TP2])}
 BIAS_OF = "model.layers.{}.moe.router.bias"
 
 
+@pytest.mark.long
 def test_biases_and_momentum_are_loaded_bit_for_bit_on_every_mesh(pool, tmp_path):
     assert save_and_load_everywhere(pool, tmp_path, LAYOUTS, MODEL) == []
 

@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-STORES = sample(["s3", "gs", "az", "hub"], "s3", "hub")
+STORES = sample(["s3", "gs", "az", "hub"], "s3")
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)
