@@ -411,7 +411,7 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_with_the_config_o
     shutil.copytree(finished.folder, folder)
     argv = ["--config", f"{folder}/config.toml", *TINY, "--training.no_repeat"]
     argv += ["--training.local_batch_size=4", f"--training.dataset_path={text}"]
-    ended = run([*argv, "--job.print_config"], folder, code=FAILED, **{LAUNCHED: "1"})
+    ended = run([*argv, "--job.print_config"], folder, 1, FAILED, **{LAUNCHED: "1"})
     assert "Traceback" not in ended.out
     says(ended.out, "after step 2 of 3", "6 windows", MOVED, "[lr_scheduler]\nwarmup_steps = 20\n")
     assert [r["step"] for r in ended.records] == [1, 2]
