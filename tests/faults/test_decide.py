@@ -26,7 +26,8 @@ ASKED = "SIGTERM to the launcher"
 
 def failure(step: int | None, words: str, **more: Any) -> Failure:
     """Return one after the checkpoint that is still the newest."""
-    return Failure(1, "here", 5.0, step, words, words, **{"saved_step": SAVED.step, **more})
+    values: dict[str, Any] = {"saved_step": SAVED.step, **more}
+    return Failure(1, "here", 5.0, step, words, words, **values)
 
 
 ERROR = failure(7, "ValueError: x")
@@ -121,7 +122,7 @@ def play(
             if word == "silent":
                 silent.add(node)
                 continue
-            changes = EVENTS.get(word)
+            changes: Any = EVENTS.get(word)
             if changes is None:
                 changes = {"attempt": int(word.removeprefix("ready ")), "ended": None}
             if isinstance(changes, Ended):

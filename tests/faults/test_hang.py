@@ -75,7 +75,7 @@ def hang(*ranks: dict[str, Any]) -> Hang:
     """Return the hang of ranks as they were found: a beat, its age, and an inspection."""
     standings = []
     for rank, found in enumerate(ranks):
-        values = {"beat": STILL, "age": 0.5, **found}
+        values: dict[str, Any] = {"beat": STILL, "age": 0.5, **found}
         beat, age = values.pop("beat"), values.pop("age")
         standings.append(Standing(rank, beat, age, Inspection(**values)))
     return Hang(LIMIT, "comm.train_timeout_seconds", 1.0, tuple(standings))

@@ -165,7 +165,7 @@ def test_a_request_to_a_spare_that_never_had_workers_ends_all_nodes_at_one_step(
 @pytest.mark.long
 def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     variables = cluster()
-    first, second = start_nodes(SLOW, tmp_path, **variables)
+    first, second = start_nodes(SLOW, tmp_path, 2, **variables)
     saved(tmp_path, 4, first)
     second.kill()
     second.wait()
@@ -183,7 +183,7 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
 def test_a_launcher_that_is_started_again_ends_the_attempt_that_it_replaces(tmp_path):
     """No rank notices that it has lost a peer: this one sleeps, as one may that waits for NCCL."""
     variables = cluster()
-    first, second = start_nodes(TWO, tmp_path, INJURY="sleep:optimizer:0:6", **variables)
+    first, second = start_nodes(TWO, tmp_path, 2, INJURY="sleep:optimizer:0:6", **variables)
     saved(tmp_path, 4, first)
     time.sleep(2)  # step 6 is reached
     second.kill()

@@ -141,15 +141,6 @@ def test_without_data_ranks_end_at_half_of_the_grace(tmp_path):
 
 
 @pytest.mark.long
-def test_ranks_that_the_system_has_stopped_are_killed_after_the_grace(tmp_path):
-    """They cannot hear, nor end themselves."""
-    argv = ["--fault.grace_seconds=3", EARLIER]
-    process = started(tmp_path, *argv, INJURY="stop:data:1:6")
-    process.send_signal(signal.SIGTERM)
-    assert stopped(process, tmp_path, "SIGTERM", "launcher", code=CUT_SHORT) == 5
-
-
-@pytest.mark.long
 def test_the_time_limit_stops_a_run(tmp_path):
     limit = "--fault.stop_after_minutes=0.3", "--fault.grace_seconds=15"
     process = start([*ARGV, *limit], tmp_path, NGPU="2")

@@ -116,7 +116,7 @@ class Together:
             here, restarts = Nodes(2, number, "127.0.0.1", port, ""), Restarts(3)
             return Node(here, 1, config, folder / f"{number}", restarts, lambda: self.asked[number])
 
-        self.nodes = self.all(lambda: make(0), lambda: make(1))
+        self.nodes: list[Node] = self.all(lambda: make(0), lambda: make(1))
 
     def all(self, *calls: Callable[[], Any]) -> list[Any]:
         """Return the results of calls at the same time."""
@@ -276,7 +276,8 @@ def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(start,
     first, second = together.nodes
     config = config_of({"job.dump_folder": str(tmp_path)})
     second._board.end()  # it is dead
-    third = Node(Nodes(2, 1, *first.address, ""), 1, config, tmp_path / "1")
+    host, port = first.address
+    third = Node(Nodes(2, 1, host, port, ""), 1, config, tmp_path / "1")
     meeting = together.threads.submit(third.meet)
     with pytest.raises(RunFailed):
         while True:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.runs import environment, finish, records, start
 from titanlite.cli import main
 from titanlite.errors import FAILED, REFUSED
 from titanlite.fault.board import ANSWER_SECONDS
-from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
+from titanlite.launch.nodes import count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime import cluster as machine
 from titanlite.runtime.cluster import rank_info, store_address
 from titanlite.train import rank_facts
@@ -195,7 +196,7 @@ ALONE = (1, 0, "127.0.0.1", 0)
     ],
 )
 def test_the_nodes_that_variables_announce(text, expected, source):
-    assert find_nodes(environ_of(text)) == Nodes(*expected, source)
+    assert astuple(find_nodes(environ_of(text))) == (*expected, source, 0)
 
 
 @pytest.mark.parametrize(

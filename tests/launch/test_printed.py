@@ -18,7 +18,7 @@ import pytest
 from tests.jobs import QUIET, TINY
 from tests.runs import ROOT, command, environment, finish, run, start, wait_for
 from titanlite.cli import main
-from titanlite.errors import command_line
+from titanlite.errors import FAILED, REFUSED, command_line
 
 PRINTED = Path(__file__).with_name("printed.txt")
 PYTHON = shlex.quote(sys.executable)
@@ -33,11 +33,15 @@ def consoles(folder: Path) -> Iterator[tuple[str, str]]:
     yield "a first run", run(saving, folder / "run", 2).out
     yield "a resumed run", run([*saving, "--training.steps=5"], folder / "run", 2).out
     config = ["train", "--training.stepz=5", "--optimizer.lr=x", "--training.dataset=txt"]
-    yield "a refused config", command(*config, f"--job.dump_folder={folder / 'none'}")[1]
+    code, out = command(*config, f"--job.dump_folder={folder / 'none'}")
+    assert code == REFUSED and not (folder / "none").exists()
+    yield "a refused config", out
     failing = [*TINY, *injured, "--training.steps=9", "--fault.stall_seconds=3"]
     raises, stops = "raise:data:1:6", "stop:backward:1:6"
-    yield "a failed rank", run(failing, folder / "failed", 2, 1, INJURY=raises).out
-    yield "a hang", run(failing, folder / "hung", 2, 1, INJURY=stops).out
+    out = run(failing, folder / "failed", 2, FAILED, INJURY=raises).out
+    assert out.count("Traceback") == 1 and out.splitlines()[-1].startswith("ValueError: ")
+    yield "a failed rank", out
+    yield "a hang", run(failing, folder / "hung", 2, FAILED, INJURY=stops).out
     yield "a restart", run(saving, folder / "killed", 2, INJURY="kill:backward:1:3").out
     process = start([*saving, "--training.steps=100000"], folder / "stopped", NGPU="2")
     wait_for(folder / "stopped/checkpoint/step-4", process)

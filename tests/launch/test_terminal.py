@@ -17,7 +17,7 @@ import pytest
 from tests.jobs import TINY
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.runs import ROOT, environment, run, start
+from tests.runs import ROOT, environment, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line
@@ -25,7 +25,6 @@ from titanlite.launch.terminal import Follower, Terminal, known_facts
 from titanlite.observe.console import colored, shortened
 from titanlite.runtime.cluster import shown_ranks
 
-SAVING = [word for word in TINY if word != "--checkpoint.no_enable"]
 LINE = (
     "step:  1  loss:  8.04034  grad_norm:  1.3470  "
     "memory:  1.02GiB(1.08%)  tps: 27,483  tflops: 1.97"
@@ -260,21 +259,6 @@ def test_of_facts_that_the_last_start_logged_too_only_the_names_are_shown(tmp_pa
     says(unchanged, "plan, titanlite, model", tmp_path)
     assert (step, late) == ("step:  1", "model      llama3")
     assert (tmp_path / "launcher.log").read_text().splitlines() == planned
-
-
-@pytest.mark.long
-def test_a_second_start_is_short_and_its_log_has_all(tmp_path):
-    logs, heads = [], []
-    for steps in (2, 3):
-        out = run([*SAVING, f"--training.steps={steps}"], tmp_path, 2).out
-        heads.append(out.partition("\nstep:")[0])
-        logs.append((tmp_path / "logs/rank-0.log").read_text())
-    assert len(heads[1].splitlines()) <= len(heads[0].splitlines()) - 8
-    for fact in ("model", "mesh", "data", "seed"):
-        (line,) = re.findall(rf"(?m)^{fact} .*", logs[0])
-        assert line in logs[1] and line in heads[0] and line not in heads[1]
-    (batch,) = re.findall("(?m)^batch .*", heads[1])
-    assert batch not in heads[0], "what changed is shown"
 
 
 def test_keys_without_effect_are_told_if_the_user_set_them_and_config_lists_all(
