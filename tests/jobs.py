@@ -138,3 +138,12 @@ def fake_world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """
     with FakeWorld() as world:
         yield world.mesh(layout, rank)
+
+
+def require_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float
+) -> None:
+    """Require tensors of the same names with relative errors up to a bound."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert relative_error(found[name], tensor) <= bound, name

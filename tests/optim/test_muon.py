@@ -10,119 +10,61 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.checkpoint.layouts import load_all
 from tests.checkpoint.saved import run_until
-from tests.jobs import FLOAT64, TINY, full, relative_error, trainer, weights
+from tests.jobs import FLOAT64, TINY, require_close, run_to_end, trainer, weights
 from tests.lanes import sample
+from tests.messages import refused
 from titanlite.optim import muon, optimizer_bytes
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.muon import Muon, Spread, _plan, owners_of
 from titanlite.parallel.dtensor import local_part
-from titanlite.registry import Box
 from titanlite.verify.pool import RankFailed
 
 MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
 KEPT = "--parallelism.fsdp_keep_whole=['layers.0.attention.*','tok_embeddings.*']"
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
 
 
 def test_updates_equal_those_of_torch_s_muon_and_adamw():
     """A weight of three dimensions is a matrix for each expert."""
     torch.manual_seed(0)
-    shapes = {
-        "wide": (8, 24),
-        "tall": (24, 8),
-        "square": (16, 16),
-        "experts": (9, 4, 8),
-        "other": (8, 8),
-        "norm": (8,),
-    }
-    parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    torch_parameters = {
-        name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()
-    }
-    torch_experts = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(9)]
-    matrices, rest = ["wide", "tall", "square", "experts"], ["other", "norm"]
-    adamw = {"betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = Muon(
-        [
-            {
-                "params": [(n, parameters[n]) for n in matrices],
-                "weight_decay": 0.1,
-                "matrices": True,
-            },
-            {"params": [(n, parameters[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
-        ],
-        torch.bfloat16,
-        lr=0.02,
-        **adamw,
-    )
-    stock = [
+    matrices = {"wide": (8, 24), "tall": (24, 8), "square": (16, 16), "experts": (9, 4, 8)}
+    rest = {"other": (8, 8), "norm": (8,)}
+
+    def parameters(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.nn.Parameter]:
+        return {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+
+    own, theirs = parameters(matrices | rest), parameters(matrices | rest)
+    experts = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(9)]
+    adamw = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8}
+    groups = [
+        {"params": [(n, own[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
+        {"params": [(n, own[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
+    ]
+    optimizers = [
+        Muon(groups, torch.bfloat16, **adamw),
         torch.optim.Muon(
-            [*(torch_parameters[n] for n in matrices[:-1]), *torch_experts],
+            [*(theirs[name] for name in matrices if name != "experts"), *experts],
             lr=0.02,
             weight_decay=0.1,
             adjust_lr_fn="match_rms_adamw",
             momentum=0.95,
         ),
-        torch.optim.AdamW([torch_parameters[n] for n in rest], lr=0.02, weight_decay=0.2, **adamw),
+        torch.optim.AdamW([theirs[name] for name in rest], weight_decay=0.2, **adamw),
     ]
     for _ in range(4):
-        for name, parameter in parameters.items():
-            gradient = torch.randn(shapes[name])
-            parameter.grad, torch_parameters[name].grad = gradient, gradient.clone()
-            if name == "experts":
-                for expert, its_gradient in zip(torch_experts, gradient, strict=True):
-                    expert.grad = its_gradient.clone()
-        for one in (optimizer, *stock):
-            one.step()
-    torch_parameters["experts"] = torch.nn.Parameter(
-        torch.stack([e.detach() for e in torch_experts])
-    )
-    for name, parameter in parameters.items():
-        assert relative_error(parameter, torch_parameters[name]) < 1e-6, name
-
-
-def steps_of_experts(dims: list[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take two steps of weights of 5 experts and of a matrix, split 2 x 2 along `dims`; return the
-    experts' ends.
-    """
-    torch.manual_seed(0)
-    full_weights = {"w1": torch.randn(5, 6, 8), "w2": torch.randn(5, 8, 6), "wq": torch.randn(8, 8)}
-    split: dict[str, torch.Tensor] = full_weights
-    if dims is not None:
-        meshes = [
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            for names in (("efsdp", "ep"), ("dp", "tp"))
-        ]
-        places = {"w1": (meshes[0], dims), "w2": (meshes[0], dims), "wq": (meshes[1], [0, 1])}
-        split = {
-            n: distribute_tensor(w, places[n][0], [Shard(d) for d in places[n][1]])
-            for n, w in split.items()
-        }
-    weights = {name: torch.nn.Parameter(weight.double()) for name, weight in split.items()}
-    groups = [{"params": [*weights.items()], "weight_decay": 0.1, "matrices": True}]
-    optimizer = Muon(groups, torch.float64, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
-    for _ in range(2):
-        for name, full_weight in full_weights.items():
-            gradient = torch.randn(full_weight.shape, dtype=torch.float64)
-            placed = weights[name]
-            if isinstance(placed, DTensor):
-                gradient = distribute_tensor(gradient, placed.device_mesh, placed.placements)
-            placed.grad = gradient
-        optimizer.step()
-    return full(weights["w1"]), full(weights["w2"])
-
-
-@pytest.mark.parametrize("dims", [[0, 0], [1, 0]], ids=["dim 0 twice", "dim 1 and dim 0"])
-def test_experts_on_a_mesh_of_their_own_equal_one_process(pool, dims):
-    """5 experts on 4 ranks: some ranks hold less, or nothing."""
-    expected = pool.run(steps_of_experts, None, world=1)[0]
-    for result in pool.run(steps_of_experts, dims, world=4):
-        for found, weight in zip(result, expected, strict=True):
-            assert relative_error(found, weight) < 1e-12
+        for name, parameter in own.items():
+            parameter.grad = torch.randn_like(parameter)
+            theirs[name].grad = parameter.grad.clone()
+        for expert, gradient in zip(experts, own["experts"].grad, strict=True):
+            expert.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in theirs.items()}
+    expected["experts"] = torch.stack([expert.detach() for expert in experts])
+    require_close(own, expected, 1e-6)
 
 
 def count_step(argv: list[str], folder: str) -> dict:
@@ -144,42 +86,29 @@ def count_step(argv: list[str], folder: str) -> dict:
 
     for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
-    muon.dist.all_to_all_single, muon.orthogonalize = counted, owned
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon.dist, "all_to_all_single", counted)
+        patch.setattr(muon, "orthogonalize", owned)
         run.runner.optimizer.step()
-    finally:
-        muon.dist.all_to_all_single, muon.orthogonalize = original, orthogonalize
-    size = sum(
-        local_part(value).nbytes
-        for name, value in run.state.tensors().items()
-        if "optimizer" in name
-    )
+    state = run.state.tensors().items()
+    size = sum(local_part(tensor).nbytes for name, tensor in state if "optimizer" in name)
     assert size == optimizer_bytes(run.trained, run.job.config)
-    return {
-        **calls,
-        "elements": sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix),
-    }
+    elements = sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)
+    return {**calls, "elements": elements}
 
 
 @pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, []),
-        (4, ["--parallelism.data_parallel_replicate_degree=2"]),
-        (4, ["--parallelism.tensor_parallel_degree=2"]),
-        (2, ["--parallelism.data_parallel_replicate_degree=2"]),
-    ],
-    ids=["fsdp", "hsdp", "fsdp x tp", "replicas"],
+    ("world", "option", "copies"),
+    sample([(4, TP, 1), (4, REPLICAS, 2), (2, REPLICAS, 2)], (4, TP, 1), (4, REPLICAS, 2)),
 )
 def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(
-    pool, tmp_path, world, options
+    pool, tmp_path, world, option, copies
 ):
     """Each matrix is sent to its owner once, and the result to every replica."""
-    ranks = pool.run(count_step, [*MUON, *options], str(tmp_path), world=world)
+    ranks = pool.run(count_step, [*MUON, option], str(tmp_path), world=world)
     assert [result["all-to-all"] for result in ranks] == [2] * world
     counts = [result.get("orthogonalized", 0) for result in ranks]
     assert sum(counts) == 2 * 7 and max(counts) - min(counts) <= 2
-    copies = 2 if "replicate" in str(options) else 1
     assert sum(result["sent"] for result in ranks) == (1 + copies) * ranks[0]["elements"]
 
 
@@ -195,20 +124,16 @@ def test_owners_have_about_equal_work():
 
 
 def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
-    large = [torch.empty(4, 4)] * 10
-    assert [*chunk_by_numel(large, max_numel=16)] == [slice(n, n + 1) for n in range(10)]
-    assert [*chunk_by_numel(large, max_numel=16, min_count=4)] == [
-        slice(0, 4),
-        slice(4, 8),
-        slice(8, 10),
-    ]
-    assert [*chunk_by_numel(large, max_numel=96, min_count=4)] == [slice(0, 6), slice(6, 10)]
-    experts = [torch.empty(4, 4, 4)] * 3
-    assert [*chunk_by_numel(experts, max_numel=16, min_count=4)] == [
-        slice(0, 1),
-        slice(1, 2),
-        slice(2, 3),
-    ]
+    def ends(count: int, shape: tuple[int, ...], **limits: int) -> list[int]:
+        matrices = [torch.empty(shape)] * count
+        return [batch.stop for batch in chunk_by_numel(matrices, **limits)]
+
+    assert ends(0, (4, 4)) == []
+    assert ends(10, (4, 4), max_numel=39) == [2, 4, 6, 8, 10]
+    assert ends(10, (4, 4), max_numel=5) == [*range(1, 11)]
+    assert ends(10, (4, 4), max_numel=16, min_count=4) == [4, 8, 10]
+    assert ends(10, (4, 4), max_numel=96, min_count=4) == [6, 10]
+    assert ends(3, (4, 4, 4), max_numel=16, min_count=4) == [1, 2, 3], "of experts"
 
 
 def test_the_owner_s_own_replica_sends():
@@ -224,93 +149,52 @@ def test_the_owner_s_own_replica_sends():
         )
 
 
-def regions(argv: list[str], folder: str) -> dict[str, list[Box]]:
-    """Return each rank's region of each matrix, as this rank knows it without the others."""
-    run, found = trainer([*MUON, *argv], folder), {}
-    optimizer = run.runner.optimizer
-    for name, weight, _ in optimizer._weights():
-        coordinates = optimizer._coordinates[muon._mesh_of(weight)]
-        (spread,) = muon._spreads(weight, coordinates, dist.get_rank())
-        boxes = {rank: spread.box(at) for at, ranks in spread.holders.items() for rank in ranks}
-        found[name] = [boxes[rank] for rank in range(dist.get_world_size())]
-        own = boxes[dist.get_rank()]
-        assert own == spread.box(spread.own)
-        assert torch.equal(full(weight)[own], local_part(weight)), name
-    return found
+STEPS = {"FSDP": (2, KEPT), "tensor": (4, f"{KEPT} {TP}"), "HSDP": (4, f"{KEPT} {REPLICAS}")}
+STEPS["offload"] = (2, "--training.enable_cpu_offload")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--parallelism.tensor_parallel_degree=2"],
-        ["--parallelism.data_parallel_replicate_degree=2", KEPT],
-    ],
-    ids=["fsdp x tp", "hsdp"],
-)
-def test_each_rank_s_part_of_a_matrix_follows_from_mesh_and_placement(pool, tmp_path, argv):
-    first, *others = pool.run(regions, argv, str(tmp_path), world=4)
-    assert len(first) == 14 and all(other == first for other in others)
+@pytest.mark.parametrize("case", sample(STEPS, "FSDP"))
+def test_several_steps_equal_one_process_in_float64(pool, tmp_path, case):
+    """Cases that the table of `titanlite verify` does not have."""
+    world, options = STEPS[case]
+    argv = [*MUON, *FLOAT64, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
+    argv.append("--lr_scheduler.warmup_steps=0")
+    one = [*argv, "--training.local_batch_size=4"]
+    expected = pool.run(run_to_end, one, str(tmp_path), world=1)[0]
+    for rank in pool.run(run_to_end, [*argv, *options.split()], str(tmp_path), world=world):
+        require_close(rank["weights"], expected["weights"], 1e-10)
 
 
-def three_steps(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
-    run = trainer([*argv, *FLOAT64, "--lr_scheduler.warmup_steps=0"], folder)
-    run.train()
+def three_steps(folder: str, most: int) -> dict[str, torch.Tensor]:
+    """Train with batches of so many elements."""
+
+    def batches(matrices: list[torch.Tensor], min_count: int) -> list[slice]:
+        return [*chunk_by_numel(matrices, most)]
+
+    run = trainer([*MUON, *FLOAT64], folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "chunk_by_numel", batches)
+        run.train()
     return weights(run)
 
 
-@pytest.mark.parametrize(
-    "options",
-    sample(
-        [KEPT, f"{KEPT} --parallelism.tensor_parallel_degree=2", "--training.enable_cpu_offload"],
-        KEPT,
-    ),
-)
-def test_several_steps_equal_one_process_in_float64(pool, tmp_path, options):
-    """Cases that the table of `titanlite verify` does not have."""
-    world = 4 if "tensor" in options else 2
-    argv = [*MUON, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
-    expected = pool.run(
-        three_steps, [*argv, "--training.local_batch_size=4"], str(tmp_path), world=1
-    )[0]
-    argv += ["--training.local_batch_size=2", *options.split()]
-    for result in pool.run(three_steps, argv, str(tmp_path), world=world):
-        for name, weight in expected.items():
-            assert relative_error(result[name], weight) <= 1e-10, name
-
-
 def test_many_batches_of_matrices_equal_one_batch(pool, tmp_path):
-    argv = [*MUON, "--training.local_batch_size=2"]
-    expected = pool.run(three_steps, argv, str(tmp_path), world=2)[0]
-    for result in pool.run(in_small_batches, argv, str(tmp_path), world=2):
-        assert all(torch.equal(result[name], weight) for name, weight in expected.items())
-
-
-def in_small_batches(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            muon, "chunk_by_numel", lambda matrices, min_count: chunk_by_numel(matrices, 200)
-        )
-        return three_steps(argv, folder)
+    one, many = (pool.run(three_steps, str(tmp_path), most, world=2) for most in (1 << 20, 200))
+    for found, expected in zip(many, one, strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.long
 def test_state_loads_on_another_mesh(pool, tmp_path):
-    layouts = {"dp2": (2, []), "dp2tp2": (4, ["--parallelism.tensor_parallel_degree=2"])}
-    saved, sources = {}, {}
-    for name, (world, layout) in layouts.items():
-        argv = [*MUON, *layout, "--checkpoint.enable", "--training.steps=2"]
-        saved[name] = pool.run(run_until, argv, str(tmp_path / name), world=world)[0]["state"]
-        sources[name] = str(tmp_path / name / "checkpoint")
-    assert "optimizer.layers.0.attention.wq.weight.momentum_buffer" in saved["dp2"]
-    assert "optimizer.output.weight.exp_avg" in saved["dp2"]
-    assert pool.run(load_all, MUON, str(tmp_path / "to"), sources, world=1) == [saved]
-    assert (
-        pool.run(load_all, [*MUON, *layouts["dp2tp2"][1]], str(tmp_path / "to"), sources, world=4)
-        == [saved] * 4
-    )
+    argv = [*MUON, "--checkpoint.enable", "--training.steps=2", "--training.global_batch_size=4"]
+    saved = pool.run(run_until, argv, str(tmp_path), world=2)[0]["state"]
+    kinds = "layers.0.attention.wq.weight.momentum_buffer", "output.weight.exp_avg"
+    assert {f"optimizer.{name}" for name in kinds} < saved.keys()
+    for rank in pool.run(run_until, [*argv, TP], str(tmp_path), world=4):
+        assert rank["begun"] == 2 and rank["state"] == saved
 
 
 def test_a_model_without_matrices_to_train_is_refused(pool, tmp_path):
     argv = [*MUON, '--model.freeze=["layers.*"]']
-    with pytest.raises(RankFailed, match="Muon finds no trained matrix"):
-        pool.run(three_steps, argv, str(tmp_path), world=1)
+    with refused("optimizer.name", "Muon", "AdamW", kind=RankFailed):
+        pool.run(run_to_end, argv, str(tmp_path), world=1)
