@@ -18,6 +18,7 @@ from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer
 from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, round_at_random
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.planner.counting import Counting
+from titanlite.train.trainer import Trainer
 
 NARROW = "--optimizer.state_dtype=bfloat16"
 FOREACH = "--optimizer.implementation=foreach"
@@ -61,6 +62,15 @@ def test_random_bits_depend_only_on_the_index_in_the_full_tensor():
             assert abs((ones ^ bits).double().mean() - 0.5) < 0.005, bit
 
 
+def optimizer_state(run: Trainer) -> dict[str, torch.Tensor]:
+    """Return its tensors; they have the size that is logged at the start."""
+    tensors = run.state.tensors()
+    found = {name: tensors[name] for name in tensors if name.startswith("optimizer.")}
+    size = sum(local_part(tensor).nbytes for tensor in found.values())
+    assert size == optimizer_bytes(run.trained, run.job.config)
+    return found
+
+
 def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
     """Return hashes of the optimizer state after steps whose gradients depend only on the
     parameter's name.
@@ -78,11 +88,8 @@ def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
             local_part(gradient).copy_(full_gradient[box_of(item.parameter)])
             item.parameter.grad = gradient
         run.runner.optimizer.step()
-    found = run.state.tensors()
-    tensors = {name: found[name] for name in found if name.startswith("optimizer.")}
+    tensors = optimizer_state(run)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    size = sum(local_part(tensor).nbytes for tensor in tensors.values())
-    assert size == optimizer_bytes(run.trained, run.job.config), "the size logged at start"
     return {
         name: hashlib.sha256(full(tensor).float().numpy().tobytes()).hexdigest()
         for name, tensor in tensors.items()

@@ -12,9 +12,8 @@ import torch
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import FLOAT64, TINY, job, require_close, trainer, weights
 from tests.messages import refused, says
+from tests.optim.test_bf16_state import optimizer_state
 from titanlite.cli import main
-from titanlite.optim import optimizer_bytes
-from titanlite.parallel.dtensor import local_part
 from titanlite.train.summary import describe_start
 from titanlite.verify.command import table
 from titanlite.verify.model_under_test import read_model
@@ -38,9 +37,7 @@ def trained(argv: list[str], folder: str, path: str) -> dict[str, torch.Tensor]:
     (line,) = [line for line in describe_start(run) if " Signs, " in line]
     assert "fused" not in line and "foreach" not in line, "it has no implementation to name"
     run.train()
-    state = run.state.tensors().items()
-    size = sum(local_part(tensor).nbytes for name, tensor in state if "optimizer" in name)
-    assert size == optimizer_bytes(run.trained, run.job.config)
+    assert optimizer_state(run)
     return weights(run)
 
 

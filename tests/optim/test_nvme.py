@@ -9,7 +9,6 @@ import fcntl
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import pytest
 import torch
 
 from tests.checkpoint.saved import SAVING, digests, joined, run_until
-from tests.jobs import MOE, TINY, job, trainer
+from tests.jobs import MOE, TINY, files_of_at_most, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.optim.test_skip import changes_of_steps
@@ -243,13 +242,10 @@ def test_a_disk_that_is_too_small_for_all_ranks_of_a_node_is_refused(small_disk,
 
 
 def test_what_was_reserved_before_a_failure_is_given_back(small_disk):
-    free, limits = os.statvfs(small_disk).f_bfree, resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
-    try:
-        with refused(f'"{small_disk}"', "8.0 MiB", os.strerror(errno.EFBIG)):
-            nvme.reserve(small_disk, 8 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    free = os.statvfs(small_disk).f_bfree
+    too_large = refused(f'"{small_disk}"', "8.0 MiB", os.strerror(errno.EFBIG))
+    with files_of_at_most(4 << 20), too_large:
+        nvme.reserve(small_disk, 8 << 20)
     lied = patch.object(nvme.shutil, "disk_usage", return_value=SimpleNamespace(free=1 << 40))
     with lied, refused(f'"{small_disk}"', "64.0 MiB", os.strerror(errno.ENOSPC)):
         nvme.reserve(small_disk, 64 << 20)
@@ -281,18 +277,12 @@ def fault_of_the_disk(argv: list[str], folder: str, fault: str) -> str:
     assert isinstance(optimizer, nvme.OnDisk)
     for parameter in run.runner.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if fault == "write":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    else:
+    if fault == "read":
         os.ftruncate(optimizer._file.fileno(), 0)
-    try:
+    limit = files_of_at_most(0) if fault == "write" else nullcontext()
+    with limit, refused(kind=RunFailed) as caught:
         optimizer.step()
-    except RunFailed as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return ""
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("fault", "why"), [("write", "File too large"), ("read", "0 of ")])

@@ -43,6 +43,8 @@ def test_dropout_is_off_in_validation_and_generation(pool, tmp_path):
         for dropout in (0.0, 0.5)
     ]
     assert found[0] == found[1]
+    (text,) = found[0][1]
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
 
 
 def test_validation_does_not_change_training(pool, tmp_path):
