@@ -4,21 +4,20 @@ of matrices.
 `titanlite verify` proves that it equals one process on every mesh.
 """
 
-from collections import Counter
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.checkpoint.saved import run_until
-from tests.jobs import FLOAT64, TINY, require_close, run_to_end, trainer, weights
+from tests.jobs import FLOAT64, TINY, relative_error, require_close, run_to_end, trainer, weights
 from tests.lanes import sample
 from tests.messages import refused
-from titanlite.optim import muon, optimizer_bytes
+from tests.optim.test_bf16_state import optimizer_state
+from titanlite.optim import muon
 from titanlite.optim.bf16_state import chunk_by_numel
-from titanlite.optim.muon import Muon, Spread, _plan, owners_of
-from titanlite.parallel.dtensor import local_part
+from titanlite.optim.muon import Muon, owners_of
 from titanlite.verify.pool import RankFailed
 
 MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
@@ -27,74 +26,56 @@ REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 TP = "--parallelism.tensor_parallel_degree=2"
 
 
-def test_updates_equal_those_of_torch_s_muon_and_adamw():
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16), (9, 4, 8), (8,)])
+def test_updates_equal_those_of_torch_s_muon_and_of_adamw_where_there_is_no_matrix(shape):
     """A weight of three dimensions is a matrix for each expert."""
     torch.manual_seed(0)
-    matrices = {"wide": (8, 24), "tall": (24, 8), "square": (16, 16), "experts": (9, 4, 8)}
-    rest = {"other": (8, 8), "norm": (8,)}
-
-    def parameters(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.nn.Parameter]:
-        return {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-
-    own, theirs = parameters(matrices | rest), parameters(matrices | rest)
-    experts = [torch.nn.Parameter(torch.ones(4, 8)) for _ in range(9)]
+    is_matrix, part = len(shape) > 1, (-1, *shape[-2:])
+    own = torch.nn.Parameter(torch.ones(shape))
+    theirs = [torch.nn.Parameter(each.clone()) for each in own.detach().reshape(part)]
+    group = {"params": [("own", own)], "weight_decay": 0.1, "matrices": is_matrix}
     adamw = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8}
-    groups = [
-        {"params": [(n, own[n]) for n in matrices], "weight_decay": 0.1, "matrices": True},
-        {"params": [(n, own[n]) for n in rest], "weight_decay": 0.2, "matrices": False},
-    ]
-    optimizers = [
-        Muon(groups, torch.bfloat16, **adamw),
-        torch.optim.Muon(
-            [*(theirs[name] for name in matrices if name != "experts"), *experts],
-            lr=0.02,
-            weight_decay=0.1,
-            adjust_lr_fn="match_rms_adamw",
-            momentum=0.95,
-        ),
-        torch.optim.AdamW([theirs[name] for name in rest], weight_decay=0.2, **adamw),
-    ]
+    optimizer = Muon([group], torch.bfloat16, **adamw)
+    if is_matrix:
+        stock: Any = torch.optim.Muon(theirs, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    else:
+        stock = torch.optim.AdamW(theirs, **adamw)
+    stock.param_groups[0]["weight_decay"] = 0.1
     for _ in range(4):
-        for name, parameter in own.items():
-            parameter.grad = torch.randn_like(parameter)
-            theirs[name].grad = parameter.grad.clone()
-        for expert, gradient in zip(experts, own["experts"].grad, strict=True):
-            expert.grad = gradient.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    expected = {name: parameter.detach() for name, parameter in theirs.items()}
-    expected["experts"] = torch.stack([expert.detach() for expert in experts])
-    require_close(own, expected, 1e-6)
+        own.grad = torch.randn(shape)
+        for parameter, gradient in zip(theirs, own.grad.reshape(part), strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        stock.step()
+    assert relative_error(own, torch.stack([*theirs]).reshape(shape)) < 1e-6
 
 
-def count_step(argv: list[str], folder: str) -> dict:
-    """Count one step's collectives, the matrices that this rank orthogonalizes, and the elements it
-    sends.
+def count_step(argv: list[str], folder: str) -> dict[str, Any]:
+    """Count one step's matrices that this rank orthogonalizes, and the elements that it sends, of
+    each collective to each rank.
     """
     run = trainer(argv, folder)
-    calls: Counter[str] = Counter()
     original, orthogonalize = dist.all_to_all_single, muon.orthogonalize
+    sent: list[list[int]] = []
+    owned: list[torch.Tensor] = []
 
-    def counted(received, sent, *splits, **how):
-        calls["all-to-all"] += 1
-        calls["sent"] += sent.numel()
-        return original(received, sent, *splits, **how)
+    def counted(arrived, rows, receive, send, **how):
+        sent.append([*send])
+        return original(arrived, rows, receive, send, **how)
 
-    def owned(matrix):
-        calls["orthogonalized"] += 1
+    def of_an_owner(matrix):
+        owned.append(matrix)
         return orthogonalize(matrix)
 
     for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon.dist, "all_to_all_single", counted)
-        patch.setattr(muon, "orthogonalize", owned)
+        patch.setattr(dist, "all_to_all_single", counted)
+        patch.setattr(muon, "orthogonalize", of_an_owner)
         run.runner.optimizer.step()
-    state = run.state.tensors().items()
-    size = sum(local_part(tensor).nbytes for name, tensor in state if "optimizer" in name)
-    assert size == optimizer_bytes(run.trained, run.job.config)
+    assert optimizer_state(run)
     elements = sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)
-    return {**calls, "elements": elements}
+    return {"sent": sent, "owned": len(owned), "elements": elements}
 
 
 @pytest.mark.parametrize(
@@ -104,12 +85,20 @@ def count_step(argv: list[str], folder: str) -> dict:
 def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(
     pool, tmp_path, world, option, copies
 ):
-    """Each matrix is sent to its owner once, and the result to every replica."""
+    """Each matrix is sent to its owner once, by the owner's own replica, and the result to every
+    replica.
+    """
     ranks = pool.run(count_step, [*MUON, option], str(tmp_path), world=world)
-    assert [result["all-to-all"] for result in ranks] == [2] * world
-    counts = [result.get("orthogonalized", 0) for result in ranks]
+    counts = [rank["owned"] for rank in ranks]
     assert sum(counts) == 2 * 7 and max(counts) - min(counts) <= 2
-    assert sum(result["sent"] for result in ranks) == (1 + copies) * ranks[0]["elements"]
+    elements = ranks[0]["elements"]
+    gathered, scattered = (sum(sum(rank["sent"][n]) for rank in ranks) for n in (0, 1))
+    assert (gathered, scattered) == (elements, copies * elements)
+    for number, rank in enumerate(ranks):
+        gather, _ = rank["sent"]
+        replica = world // copies
+        there = [n for to, n in enumerate(gather) if to // replica != number // replica]
+        assert not any(there)
 
 
 def test_owners_have_about_equal_work():
@@ -123,30 +112,20 @@ def test_owners_have_about_equal_work():
         assert max(work) <= sum(work) / ranks + largest and owners == owners_of(shapes, ranks)
 
 
-def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are():
-    def ends(count: int, shape: tuple[int, ...], **limits: int) -> list[int]:
-        matrices = [torch.empty(shape)] * count
-        return [batch.stop for batch in chunk_by_numel(matrices, **limits)]
-
-    assert ends(0, (4, 4)) == []
-    assert ends(10, (4, 4), max_numel=39) == [2, 4, 6, 8, 10]
-    assert ends(10, (4, 4), max_numel=5) == [*range(1, 11)]
-    assert ends(10, (4, 4), max_numel=16, min_count=4) == [4, 8, 10]
-    assert ends(10, (4, 4), max_numel=96, min_count=4) == [6, 10]
-    assert ends(3, (4, 4, 4), max_numel=16, min_count=4) == [1, 2, 3], "of experts"
-
-
-def test_the_owner_s_own_replica_sends():
-    """Two replicas of two shards: no transfer to an owner crosses replicas."""
-    upper, lower = (slice(0, 4), slice(0, 8)), (slice(4, 8), slice(0, 8))
-    holders: dict[tuple[int, ...], list[int]] = {(0,): [0, 2], (1,): [1, 3]}
-    for rank in range(4):
-        spread = Spread(torch.empty(8, 8), 0, holders, (rank % 2,))
-        with patch.object(Spread, "box", lambda _, at: (upper, lower)[at[0]]):
-            route = _plan([spread] * 8, rank, 4).gather
-        assert len(route.recv) == 4 and all(
-            t.source // 2 == t.target // 2 for t in (*route.send, *route.recv)
-        )
+@pytest.mark.parametrize(
+    ("count", "shape", "limits", "ends"),
+    [
+        (0, (4, 4), {}, []),
+        (5, (4, 4), {"max_numel": 39}, [2, 4, 5]),
+        (3, (4, 4), {"max_numel": 5}, [1, 2, 3]),
+        (10, (4, 4), {"max_numel": 16, "min_count": 4}, [4, 8, 10]),
+        (10, (4, 4), {"max_numel": 96, "min_count": 4}, [6, 10]),
+        (3, (4, 4, 4), {"max_numel": 16, "min_count": 4}, [1, 2, 3]),
+    ],
+)
+def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are(count, shape, limits, ends):
+    batches = chunk_by_numel([torch.empty(shape)] * count, **limits)
+    assert [batch.stop for batch in batches] == ends
 
 
 STEPS = {"FSDP": (2, KEPT), "tensor": (4, f"{KEPT} {TP}"), "HSDP": (4, f"{KEPT} {REPLICAS}")}

@@ -39,9 +39,7 @@ CASES = {
     "AdamW": "",
     "foreach": "--optimizer.implementation=foreach",
     "Muon": "--optimizer.name=Muon",
-    "bfloat16 state": "--optimizer.state_dtype=bfloat16",
     "bfloat16 state, Muon": "--optimizer.state_dtype=bfloat16 --optimizer.name=Muon",
-    "offload": "--training.enable_cpu_offload",
     "stages": "--parallelism.pipeline_parallel_degree=2",
     "float8": FLOAT8,
 }
@@ -93,10 +91,10 @@ def changes_of_steps(argv: list[str], folder: str, factors: dict[int, float]) ->
 @pytest.mark.parametrize("case", sample(CASES, "AdamW"))
 def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state(pool, tmp_path, case):
     """The first one too, in which the state is made."""
-    argv = [*TINY, *DP2_TP2, SKIP, "--training.steps=5", *CASES[case].split()]
+    argv = [*TINY, SKIP, "--training.steps=5", *CASES[case].split()]
     factors = {1: math.nan, 3: math.inf, 4: math.nan}
-    ranks = pool.run(changes_of_steps, argv, str(tmp_path), factors, world=4)
-    assert ranks == [[False, True, False, False, True]] * 4
+    ranks = pool.run(changes_of_steps, argv, str(tmp_path), factors, world=2)
+    assert ranks == [[False, True, False, False, True]] * 2
 
 
 @pytest.mark.long
@@ -115,8 +113,8 @@ def end_of(
     larger_loss: int = 0,
     consumed: int | None = None,
 ) -> dict[str, Any]:
-    """Train with poisoned batches, with steps that leave out their updates, with one whose loss
-    alone is larger, or from a later position in the data; return the state of the end.
+    """Train with poisoned batches, with steps that leave out their updates, with a batch whose
+    loss alone is larger, or from a later position in the data; return the state of the end.
     """
     log, lines = keeping_log()
     run = trainer(argv, folder, log)
@@ -126,8 +124,9 @@ def end_of(
     forward_backward = run.runner.forward_backward
     update = run.runner.update
 
-    def poisoned_loss(step: int, *args: Any) -> torch.Tensor:
-        return forward_backward(step, *args) * (2.0 if step == larger_loss else 1.0)
+    def poisoned_loss(*args: Any) -> torch.Tensor:
+        batch = 1 + run.consumed // run.rank_slice.per_step
+        return forward_backward(*args) * (2.0 if batch == larger_loss else 1.0)
 
     def unless_left_out(step: int, *args: Any) -> None:
         if step in without_updates:
@@ -135,7 +134,7 @@ def end_of(
         else:
             update(step, *args)
 
-    run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign,assignment]
+    run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign]
     run.runner.update = unless_left_out  # type: ignore[method-assign]
     error: Any = None
     try:
