@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,3 +139,23 @@ def fake_world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """
     with FakeWorld() as world:
         yield world.mesh(layout, rank)
+
+
+def require_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float
+) -> None:
+    """Require tensors of the same names with relative errors up to a bound."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert relative_error(found[name], tensor) <= bound, name
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let writes fail beyond a size: Python ignores the signal."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

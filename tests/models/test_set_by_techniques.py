@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.jobs import TINY, fake_world, job
+from tests.messages import says
 from titanlite.models.common.attention import CausalAttention
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.moe import Experts, MoE, Router
@@ -46,14 +47,12 @@ def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, 
     with fake_world(checked.layout) as mesh:
         ((part,), _) = parallelize(model, Context(checked, mesh, table, torch.device("cpu")))
     added = {name for path, names in attributes(part).items() for name in names - before[path]}
-    added = {
-        name for name in added if not name.startswith("_")
-    }  # torch's own, of hooks and of FSDP2
+    added = {name for name in added if name[0] != "_"}  # those are torch's, of hooks and of FSDP2
     graphs = {name for module in (Router, MoE, Experts) for name in module.compiled_methods}
     compiled = graphs if extra == "--compile.enable" else set()
     assert added == found | compiled | {"sequences", "forced", "sum_over_sequence", "runs_again"}
     assert added - graphs <= {name for name, _, _ in ROWS}
-    assert "| what the class's `compiled_methods` names | `Router`, `MoE`, `Experts`" in PAGE
+    says(PAGE, "`compiled_methods`", "`Router`, `MoE`, `Experts`")
 
 
 def test_classes_declare_the_attributes_with_the_default_of_the_page():

@@ -5,27 +5,26 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import (
     FLOAT64,
     PARROT,
-    QUIET,
     TINY,
     forward_backward,
     gradients,
     job,
     micro_batches,
     relative_error,
+    require_close,
     trainer,
     validated,
 )
 from tests.lanes import sample
-from tests.parallel.test_active import GPT2, seen
+from tests.messages import refused
+from tests.models.test_gpt2 import GPT2
 from tests.parallel.test_exact import SAMPLES, ragged_batch
-from tests.parallel.test_tensor import EVEN, TP2, collectives
-from titanlite.config.load import ConfigError
 from titanlite.data.loader import MicroBatch
-from titanlite.errors import UserError
 from titanlite.layout import Layout
 from titanlite.models.llama3 import LlamaConfig
 from titanlite.models.llama3.model import Llama
@@ -34,6 +33,10 @@ from titanlite.train.loss import count_valid, model_loss, token_loss_sum
 from titanlite.train.report import loss_over_ranks
 
 CHUNKS = "--training.loss_chunks"
+EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
+TP2 = "--parallelism.tensor_parallel_degree=2"
+GATHERED = "--parallelism.disable_loss_parallel"
+NO_DROPOUT = "--model.overrides.dropout=0.0"
 MODELS = {
     "llama3": TINY,
     "tied": [*TINY, "--model.overrides.tied"],
@@ -41,118 +44,106 @@ MODELS = {
     "only the head trained": [*TINY, '--model.freeze=["tok_embeddings.*","layers.*","norm.*"]'],
     # Softmax ignores what a key's bias adds to all its scores: the gradient is zero but for
     # rounding.
-    "gpt2": [*QUIET, *GPT2, "--model.overrides.dropout=0.0", '--model.freeze=["*.wk.bias"]'],
-    "an outside model": [*PARROT, "--model.overrides.dropout=0.0"],
+    "gpt2": [*GPT2, NO_DROPOUT, '--model.freeze=["*.wk.bias"]'],
+    "an outside model": [*PARROT, NO_DROPOUT],
 }
 
 
-def losses_and_gradients(argv: list[str], folder: str) -> dict:
+def losses_and_gradients(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
     """Return the loss and the gradients of a step, and the validation loss."""
-    validation = ["--validation.enable", "--validation.steps=2"]
-    run = trainer([*argv, *validation], folder)
+    world = torch.distributed.get_world_size() // (2 if TP2 in argv else 1)
+    argv = [*argv, f"--training.local_batch_size={SAMPLES // world}", "--validation.enable"]
+    run = trainer([*argv, "--validation.steps=2", "--validation.local_batch_size=4"], folder)
     run.step = 1
     batches = micro_batches(*ragged_batch(), run.rank_slice)
-    loss = loss_over_ranks(
-        forward_backward(run, batches), count_valid(batches[0].labels), run.mesh.loss
-    )[0]
-    step_gradients = gradients(run)
-    held_out = validated(run)
-    return {"gradients": step_gradients, "loss": loss, "validation": held_out}
+    valid = count_valid(batches[0].labels)
+    loss, _ = loss_over_ranks(forward_backward(run, batches), valid, run.mesh.loss)
+    found = gradients(run)  # before a validation
+    return found | {"loss": torch.tensor(loss), "validation": torch.tensor(validated(run))}
 
 
-def sized(world: int) -> list[str]:
-    return [f"--training.local_batch_size={SAMPLES // world}", "--validation.local_batch_size=4"]
-
-
-def compare(actual: dict, expected: dict, bound: float) -> None:
-    assert actual["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        assert relative_error(actual["gradients"][name], gradient) <= bound, name
-    for number in ("loss", "validation"):
-        assert actual[number] == pytest.approx(expected[number], rel=bound), number
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sample(MODELS, "tied", "only the head trained", "gpt2"))
 def test_any_number_of_chunks_gives_the_same_numbers(pool, tmp_path, model):
-    argv = [*MODELS[model], *FLOAT64, *sized(1)]
-    expected = pool.run(losses_and_gradients, argv, str(tmp_path), world=1)[0]
-    for chunks in (2, 3, 16):  # of sixteen tokens
-        compare(
-            pool.run(losses_and_gradients, [*argv, f"{CHUNKS}={chunks}"], str(tmp_path), world=1)[
-                0
-            ],
-            expected,
-            1e-12,
-        )
+    argv = [*MODELS[model], *FLOAT64]
+    (expected,) = pool.run(losses_and_gradients, argv, str(tmp_path), world=1)
+    for chunks in (3, 16):  # of sixteen tokens
+        given = [*argv, f"{CHUNKS}={chunks}"]
+        (found,) = pool.run(losses_and_gradients, given, str(tmp_path), world=1)
+        require_close(found, expected, 1e-12)
 
 
+LOSS_COMPILED = "--compile.enable --compile.backend=aot_eager --compile.components=['loss']"
 TECHNIQUES = {
-    "compiled": (2, "--compile.enable --compile.backend=aot_eager"),
-    "the loss compiled": (
-        1,
-        "--compile.enable --compile.backend=aot_eager --compile.components=['loss']",
-    ),
-    "recomputed": (2, "--activation_checkpoint.mode=full"),
+    "the loss compiled": (1, LOSS_COMPILED),
     "head kept whole": (2, "--parallelism.fsdp_keep_whole=['output.*','norm.*']"),
     "offloaded": (2, "--training.enable_cpu_offload"),
-    "logits gathered": (2, f"{TP2} --parallelism.disable_loss_parallel"),
+    "logits gathered": (2, f"{TP2} {GATHERED}"),
     "split, head frozen": (2, f"{TP2} --model.freeze=['output.*']"),
 }
 
 
-@pytest.mark.parametrize("technique", sample(TECHNIQUES, *TECHNIQUES.keys() - {"compiled"}))
+@pytest.mark.parametrize("technique", sample(TECHNIQUES, "head kept whole", "logits gathered"))
 def test_chunks_with_other_techniques_give_the_same_numbers(pool, tmp_path, technique):
     """`titanlite verify` proves it for FSDP, HSDP, tensor parallel, recomputing and compiling as
     well.
     """
-    world, options = TECHNIQUES[technique]
-    split = world if TP2 in options else 1
-    argv = [*EVEN, *FLOAT64, *[option for option in options.split() if "freeze" in option]]
-    expected = pool.run(losses_and_gradients, [*argv, *sized(1)], str(tmp_path), world=1)[0]
-    chunked = [*EVEN, *FLOAT64, *options.split(), *sized(world // split), f"{CHUNKS}=3"]
-    compare(pool.run(losses_and_gradients, chunked, str(tmp_path), world=world)[0], expected, 1e-10)
+    world, words = TECHNIQUES[technique]
+    options = words.split()
+    argv = [*EVEN, *FLOAT64]
+    one = [*argv, *(option for option in options if "freeze" in option)]
+    (expected,) = pool.run(losses_and_gradients, one, str(tmp_path), world=1)
+    chunked = [*argv, *options, f"{CHUNKS}=3"]
+    found = pool.run(losses_and_gradients, chunked, str(tmp_path), world=world)[0]
+    require_close(found, expected, 1e-10)
 
 
 def test_the_head_s_gradient_is_summed_in_float32(pool, tmp_path):
-    exact = pool.run(losses_and_gradients, [*TINY, *FLOAT64, *sized(1)], str(tmp_path), world=1)[0]
-    argv = [*TINY, *sized(1), "--training.mixed_precision_param=bfloat16"]
-
-    def error(*chunks: str) -> float:
-        gradient = pool.run(losses_and_gradients, [*argv, *chunks], str(tmp_path), world=1)[0][
-            "gradients"
-        ]["output.weight"]
-        return relative_error(gradient.double(), exact["gradients"]["output.weight"])
-
-    assert error(f"{CHUNKS}=16") <= 1.1 * error()
+    narrow = "--training.mixed_precision_param=bfloat16"
+    exact, plain, chunked = (
+        pool.run(losses_and_gradients, [*TINY, *more], str(tmp_path), world=1)[0]["output.weight"]
+        for more in (FLOAT64, [narrow], [narrow, f"{CHUNKS}=16"])
+    )
+    error = relative_error(chunked.double(), exact)
+    assert error <= 1.1 * relative_error(plain.double(), exact)
 
 
-def test_chunks_add_no_all_gather_or_reduction(pool, tmp_path):
-    """The output layer is in the root's group: gathered once and reduced once for any number of
-    chunks.
-    """
-    for options in (
-        [],
-        ["--parallelism.fsdp_reshard_after_forward=always"],
-        ["--model.overrides.tied"],
-    ):
-        plain, chunked = (seen(pool, tmp_path, *options, f"{CHUNKS}={n}")["counts"] for n in (1, 4))
-        assert chunked == plain and sum(plain.values()) > 10
+def collectives(argv: list[str], folder: str) -> Counter[str]:
+    """Count the collectives of one step."""
+    run = trainer([*argv, *FLOAT64, "--training.local_batch_size=6"], folder)
+    counts: Counter[str] = Counter()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
+                counts[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(256, (2, 6 * run.job.layout.batch, 16), generator=generator)
+    with Recorded():
+        forward_backward(run, micro_batches(tokens, labels, run.rank_slice))
+    return counts
 
 
-def test_tensor_parallel_gathers_the_sequence_once_and_then_cuts_it(pool, tmp_path):
-    """Only the loss communicates more often: the largest logits and the sums of each chunk."""
-    for options in ([], ["--parallelism.disable_loss_parallel"]):
-        plain, chunked = (
-            pool.run(
-                collectives,
-                [*EVEN, TP2, *options, *FLOAT64, f"{CHUNKS}={n}"],
-                str(tmp_path),
-                world=2,
-            )[0]
-            for n in (1, 4)
-        )
-        more = Counter(all_gather_into_tensor=3) if options else Counter(all_reduce=2 * 3)
-        assert chunked == plain + more
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        # The output layer is in the root's group: gathered once and reduced once
+        (["--parallelism.fsdp_reshard_after_forward=always"], Counter()),
+        (["--model.overrides.tied"], Counter()),
+        # The sequence is gathered once and then cut: only the loss communicates more often, the
+        # largest logits and the sums of each chunk
+        ([TP2], Counter(all_reduce=2 * 3)),
+        ([TP2, GATHERED], Counter(all_gather_into_tensor=3)),
+    ],
+    ids=["FSDP", "tied", "tensor parallel", "logits gathered"],
+)
+def test_chunks_add_no_collective_but_those_of_the_loss(pool, tmp_path, options, more):
+    plain, chunked = (
+        pool.run(collectives, [*EVEN, *options, f"{CHUNKS}={n}"], str(tmp_path), world=2)[0]
+        for n in (1, 4)
+    )
+    assert chunked == plain + more and plain.total() > 5
 
 
 VOCABULARY, DIM, BATCH, TOKENS = 128256, 4, 2, 24
@@ -173,9 +164,8 @@ def test_peak_memory_falls_as_computed(dtype):
             before = counted.alive
             counted.restart()
             model_loss(model, batch, batch.tokens, chunks).backward()
-        computed = 12 * BATCH * -(-TOKENS // chunks) * VOCABULARY + (
-            4 * VOCABULARY * DIM if chunks > 1 else 0
-        )
+        logits = BATCH * -(-TOKENS // chunks) * VOCABULARY
+        computed = 12 * logits + 4 * VOCABULARY * DIM * (chunks > 1)
         assert counted.recording().peak - before == pytest.approx(computed, rel=0.02), chunks
 
 
@@ -198,18 +188,17 @@ def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
     block.register_forward_hook(look)
     block.register_full_backward_hook(look)
     for _ in range(2):
-        loss = model_loss(
-            model, batch, batch.tokens, chunks=2
-        )  # kept until the next one exists, as in a step
+        # Kept until the next one exists, as in a step
+        loss = model_loss(model, batch, batch.tokens, chunks=2)
         look()
         loss.backward()
     assert alive == [0, 1, 0] * 2, "before the head, after its chunks, below it"
 
 
 def test_more_chunks_than_tokens_are_refused():
-    with pytest.raises(ConfigError, match="a sequence has 16 tokens; at most 16"):
+    with refused(f"{CHUNKS[2:]} = 17", "16 tokens", "at most 16"):
         job([*TINY, f"{CHUNKS}=17"], 1)
-    with pytest.raises(ConfigError, match="at most 8"):
+    with refused(f"{CHUNKS[2:]} = 9", "at most 8"):
         job([*TINY, f"{CHUNKS}=9", "--validation.enable", "--validation.seq_len=8"], 1)
 
 
@@ -219,17 +208,6 @@ def test_a_model_that_does_not_call_its_head_is_named():
             return torch.nn.functional.one_hot(tokens, 8).float()
 
     batch = MicroBatch(torch.ones(2, 2, 4, dtype=torch.int64))
-    with pytest.raises(
-        UserError, match="loss_chunks = 2: WithoutHead.forward does not call its `head`"
-    ):
+    with refused("loss_chunks = 2", "WithoutHead.forward", "`head`"):
         model_loss(WithoutHead(), batch, batch.tokens, 2)
     assert model_loss(WithoutHead(), batch, batch.tokens, 1, token_loss_sum).dim() == 0
-
-
-def test_the_root_s_group_is_first_in_the_schedule():
-    from titanlite.parallel.fsdp_schedule import schedule
-
-    plan = schedule(
-        job([*TINY, f"{CHUNKS}=2", "--parallelism.fsdp_forward_prefetch=1"], 2), tied=False
-    )
-    assert plan.labels == ("norm+output", "tok_embeddings", "layers.0", "layers.1")
