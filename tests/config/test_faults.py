@@ -195,34 +195,25 @@ def test_a_nested_field_of_a_flavor_is_overridden_alone_wherever_it_is_written(t
     path.write_text(
         '[model]\nflavor = "1B"\n[model.overrides.rope_scaling]\nfactor = 2\nlow_freq_factor = 3\n'
     )
-    files = ("debug.toml", str(path))
     options = ["--training.dataset=tokens", "--training.dataset_path=x"]
-    for argv in (
-        ["--model.overrides.rope_scaling.factor=4"],
-        ["--model.overrides.rope_scaling", "{factor = 4}"],
-    ):
-        of_file = job(*options, *argv, files=files)
-        assert of_file.model.rope_scaling == RopeScaling(4.0, 3.0), (
-            "the later value, and the file's other one"
-        )
-        of_flavor = job(
-            *options, "--model.flavor=1B", "--model.overrides.rope_scaling.low_freq_factor=2"
-        )
-        assert of_flavor.model.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
-        assert job(*argv).model.rope_scaling == RopeScaling(4.0), (
-            "the defaults, where the flavor has none"
-        )
-    assert job("--model.overrides.rope_scaling={}").model.rope_scaling == RopeScaling()
+    for argv in ([f"{ROPE}.factor=4"], [ROPE, "{factor = 4}"]):
+        of_file = job(*options, *argv, files=("debug.toml", str(path))).model
+        assert of_file.rope_scaling == RopeScaling(4.0, 3.0), "the file's other value"
+        assert job(*argv).model.rope_scaling == RopeScaling(4.0), "the defaults"
+    of_flavor = job(*options, "--model.flavor=1B", f"{ROPE}.low_freq_factor=2").model
+    assert of_flavor.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
+    assert job(f"{ROPE}={{}}").model.rope_scaling == RopeScaling()
 
 
 def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[training]\nsteps = 7\n")
-    assert parse_command_line(["--job.config_file", str(path)], {}).files == [str(path)]
-    assert parse_command_line([], {"CONFIG_FILE": str(path)}).files == [str(path)]
-    assert parse_command_line(["--config", "debug.toml"], {"CONFIG_FILE": str(path)}).files == [
-        "debug.toml"
-    ]
+    for argv, environ, file in (
+        (["--job.config_file", str(path)], {}, str(path)),
+        ([], {"CONFIG_FILE": str(path)}, str(path)),
+        (["--config", "debug.toml"], {"CONFIG_FILE": str(path)}, "debug.toml"),
+    ):
+        assert parse_command_line(argv, environ).files == [file]
 
 
 def test_the_resolved_config_is_read_back_unchanged(tmp_path):

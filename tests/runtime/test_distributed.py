@@ -14,12 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from tests.jobs import TINY, trainer
 from titanlite.config.schema import Comm
-from titanlite.layout import Layout
-from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime import distributed, torch_private
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import (
@@ -34,41 +31,18 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
-    """Set a timeout; return those of all groups, that of the excluded group, and how many groups
-    FSDP2 made.
+def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[Any, ...]]]:
+    """Train; return the timeouts before the first step, and at each change whether rank 1 had taken
+    that step, and the new timeouts. FSDP2 makes groups of its own to reshard to two of four ranks.
     """
-    mesh, checkpoints = build_mesh(layout, "cpu"), dist.new_group(timeout=timedelta(seconds=1800))
-    before = len(torch_private.process_groups())
-    if mesh.fsdp.size() == 4:  # resharding to two of four ranks takes groups of its own
-        fully_shard(torch.nn.Linear(4, 4), mesh=mesh.fsdp, reshard_after_forward=2)
-    groups = [group for group in torch_private.process_groups() if group is not checkpoints]
-    assert isinstance(checkpoints, dist.ProcessGroup)
-    set_collective_timeout(77, excluded=[checkpoints])
-    changed = {timeout_of(group) for group in groups}
-    return changed, timeout_of(checkpoints), len(groups) + 1 - before
-
-
-def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
-    for layout in (Layout(dp_shard=4), Layout(dp_shard=2, tp=2)):
-        for changed, kept, of_fsdp in pool.run(timeouts, layout, world=4):
-            assert changed == {timedelta(seconds=77 + WATCH_SECONDS)}
-            assert kept == timedelta(seconds=1800)
-            assert bool(of_fsdp) == (layout.dp_shard == 4)
-
-
-def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[bool, float]]]:
-    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when
-    they changed, and to what."""
     argv = "--comm.init_timeout_seconds=123 --fault.stall_seconds=150 --checkpoint.enable"
     argv += " --parallelism.fsdp_reshard_after_forward=2"
     run = trainer([*TINY, *argv.split()], folder)
-    every = torch_private.process_groups()
-    groups = [group for group in every if group is not run.checkpoints.group]
+    of_saves = run.checkpoints.group
+    groups = [group for group in torch_private.process_groups() if group is not of_saves]
     initial = {timeout_of(group) for group in groups}
-    of_checkpoints = timeout_of(run.checkpoints.group)
     run.step = 1  # so that, as after most resumes, the first step is not logged
-    take_step, taken, changed = run.train_step, Path(folder) / "taken", []
+    take_step, taken, changes = run.train_step, Path(folder) / "taken", []
 
     def slow_step() -> None:
         take_step()
@@ -76,27 +50,26 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tupl
             time.sleep(0.3)
             taken.touch()
 
-    def change(seconds: float, excluded: dist.ProcessGroup | None) -> None:
-        changed.append((taken.exists(), seconds))
-        set_collective_timeout(seconds, [excluded])
+    def change(seconds: float, excluded: list[dist.ProcessGroup]) -> None:
+        is_taken = taken.exists()
+        set_collective_timeout(seconds, excluded)
+        changes.append((is_taken, {timeout_of(group) for group in groups}, timeout_of(of_saves)))
 
     run.train_step = slow_step  # type: ignore[method-assign]
+    before = timeout_of(of_saves)
     with mock.patch("titanlite.train.trainer.set_collective_timeout", change):
         run.train()
-    return initial, of_checkpoints, changed
+    return initial, before, changes
 
 
-def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(
+def test_all_groups_but_that_of_saves_change_their_timeout_when_every_rank_took_its_first_step(
     pool, tmp_path
 ):
-    for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
-        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, (
-            "also of the groups that FSDP2 makes"
-        )
-        assert of_checkpoints == timedelta(seconds=1800 + WATCH_SECONDS)
-        assert changed == [(True, 150)], (
-            "only when rank 1 had taken the step too; 100 would be too soon"
-        )
+    for initial, of_saves, changes in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
+        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}
+        assert of_saves == timedelta(seconds=1800 + WATCH_SECONDS)
+        # Only when rank 1 had taken the step too; 100 would be too soon.
+        assert changes == [(True, {timedelta(seconds=150 + WATCH_SECONDS)}, of_saves)]
 
 
 @pytest.fixture

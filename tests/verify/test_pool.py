@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.messages import refused
 from titanlite.verify.pool import Pool, RankFailed
@@ -41,23 +40,6 @@ def test_a_rank_that_raises_is_named_with_its_traceback(pool):
     with refused("rank 1 of 2", "ValueError: here", kind=RankFailed):
         pool.run(misbehave, 1, "raise", world=2)
     assert pool.run(total, world=2) == [3.0] * 2
-
-
-def group_of_a_mesh() -> str:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    total = torch.ones(())
-    dist.all_reduce(total, group=mesh.get_group("outer"))
-    assert total == 1
-    return mesh.get_group("outer").group_name
-
-
-def test_equal_meshes_of_two_runs_share_their_groups_unless_a_run_failed(pool):
-    first, second = (pool.run(group_of_a_mesh, world=2) for _ in range(2))
-    assert first == second and pool._world == 2
-    with pytest.raises(RankFailed):
-        pool.run(misbehave, 1, "raise", world=2)
-    assert pool._world == 0
-    assert pool.run(group_of_a_mesh, world=2) == first, "new groups have the same names"
 
 
 def die_after_a_peer_raised() -> None:
