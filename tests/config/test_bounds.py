@@ -4,6 +4,7 @@ without effect.
 
 import dataclasses
 import math
+from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -25,10 +26,9 @@ def attempt(overrides: dict[str, Any]) -> tuple[Job | None, str]:
     """Return the job of the debug config with these values, or the message with which it is
     refused.
     """
+    line = CommandLine(files=["debug.toml"], overrides=overrides)
     try:
-        return job_from(
-            CommandLine(files=["debug.toml"], overrides=overrides), world=None, training=True
-        ), ""
+        return job_from(line, world=None, training=True), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -71,9 +71,8 @@ def test_a_key_refuses_numbers_outside_of_its_bounds_by_name_and_ignores_none(ke
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_weight_in_a_mixture_is_refused_outside_of_its_bounds(value):
-    assert [
-        name for name, info in Mixture.model_fields.items() if info.annotation in (int, float)
-    ] == ["weight"]
+    fields = Mixture.model_fields.items()
+    assert [name for name, info in fields if info.annotation in (int, float)] == ["weight"]
     _, message = attempt({"training.mixture": [{"dataset": "python-stdlib", "weight": value}]})
     assert "training.mixture" in message and ("weight" in message or "multiples" in message), (
         message
@@ -95,10 +94,10 @@ def numbers_in(cls: type, path: str = "") -> dict[str, bool]:
     return found
 
 
+FLAVORS = [("llama3", "8B"), ("gpt2", "debugmodel"), ("qwen3", "debugmodel_moe")]
 FIELDS = [
     (name, flavor, field, is_whole)
-    for name, flavor in (("llama3", "debugmodel"), ("gpt2", "debugmodel"), ("qwen3", "debugmodel"))
-    + (("qwen3", "debugmodel_moe"), ("llama3", "8B"))
+    for name, flavor in FLAVORS
     for field, is_whole in numbers_in(type(get_model(name).flavors[flavor])).items()
 ]
 
@@ -112,77 +111,50 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
     model, flavor, field, is_whole
 ):
     for value in VALUES:
-        job, message = attempt(
-            {"model.name": model, "model.flavor": flavor, f"model.overrides.{field}": value}
-        )
+        key = f"model.overrides.{field}"
+        job, message = attempt({"model.name": model, "model.flavor": flavor, key: value})
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or value < 0 or (is_whole and value in (1e-300, 1_000_000_000_000)):
             assert "model.overrides" in message and field in message, f"{value} is accepted"
         elif job:
-            found = job.model
-            for name in field.split("."):
-                found = getattr(found, name)
-            assert found == value, f"{value} is ignored"
+            assert attrgetter(field)(job.model) == value, f"{value} is ignored"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "part"),
     [
-        (
-            {"model.overrides.rope_theta": 0},
-            "rope_theta: must be greater than or equal to 0.000001",
-        ),
-        (
-            {"model.overrides.rope_scaling.factor": -1.0},
-            "factor: must be greater than or equal to 0.000001",
-        ),
-        ({"model.name": "qwen3", "model.overrides.top_k": 2}, "top_k: no effect without experts"),
-        (
-            {"fault.spike_sigma": 3.0, "fault.spike_window": 300},
-            "and the run has 300; legal: 2 to 299",
-        ),
-        (
-            {"lr_scheduler.decay_ratio": 1e-9},
-            "rounds to no steps of decay, of 300; legal: 0.0 for no decay, or",
-        ),
-        ({"optimizer.eps": 1e-300}, "must be a number >= 1e-30"),
-        (
-            {"model.name": "llama4", "training.foo": 0},
-            "2 configuration errors; nothing was started\n  training.foo = 0",
-        ),
-        ({"model.name": "llama4"}, 'registered as "llama4"; known: '),
+        ({"model.overrides.rope_theta": 0}, "0.000001"),
+        ({"model.name": "qwen3", "model.overrides.top_k": 2}, "top_k: no effect"),
+        ({"fault.spike_sigma": 3.0, "fault.spike_window": 300}, "legal: 2 to 299"),
+        ({"lr_scheduler.decay_ratio": 1e-9}, "of 300; legal: 0.0"),
+        ({"optimizer.eps": 1e-300}, "a number >= 1e-30"),
         ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),
         ({"debug.seed": 2**64}, ""),
     ],
 )
-def test_a_value_that_could_never_act_is_refused_and_a_default_is_not(overrides, says):
+def test_a_value_that_could_never_act_is_refused_and_a_default_is_not(overrides, part):
     _, message = attempt(overrides)
-    assert says in message and bool(says) == bool(message), message
+    assert part in message and bool(part) == bool(message), message
 
 
 MOE = {"model.name": "qwen3", "model.flavor": "debugmodel_moe"}
-PP = "parallelism.pipeline_parallel_"
+HIDDEN = {"model.overrides.hidden_dim": 64}
+STAGES = "parallelism.pipeline_parallel_degree"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "part"),
     [
-        (
-            MOE | {"model.overrides.hidden_dim": 64},
-            "where all layers have experts: model.overrides.hidden_dim",
-        ),
+        (MOE | HIDDEN, "model.overrides.hidden_dim"),
         (MOE, ""),
-        ({"model.name": "qwen3", "model.overrides.hidden_dim": 64}, ""),
-        (
-            {"fault.spike_sigma": 4.0, "training.steps": 128},
-            "no effect: fault.spike_sigma, since a step is judged af",
-        ),
+        (HIDDEN | {"model.name": "qwen3"}, ""),
+        ({"fault.spike_sigma": 4.0, "training.steps": 128}, "no effect: fault.spike_sigma"),
         ({"fault.spike_sigma": 4.0, "training.steps": 129}, ""),
-        ({f"{PP}degree": 6}, "stages 0, 5 of 6 have none of the 4 layers"),
-        ({f"{PP}degree": 2}, ""),
+        ({STAGES: 6}, "stages 0, 5 of 6"),
+        ({STAGES: 2}, ""),
     ],
 )
-def test_what_is_legal_and_has_no_effect_or_no_use_is_named_at_the_start(overrides, says):
+def test_what_is_legal_and_has_no_effect_or_no_use_is_named_at_the_start(overrides, part):
     job, message = attempt({"validation.enable": True, "generate.at_end": True, **overrides})
     assert job, message
-    assert says in "\n".join(job.remarks) and bool(says) == bool(job.remarks), job.remarks
+    assert part in "\n".join(job.remarks) and bool(part) == bool(job.remarks), job.remarks

@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -72,13 +73,10 @@ def _compile(folder: Path, headers: list[Path]) -> None:
     own, stubs = folder / "fake_gpu.o", folder / "stubs.c"
     subprocess.run([*options, "-c", str(SOURCE), "-o", str(own)], check=True)
     wanted = {*BY_NAME}
-    for name in LINKED:
-        library = Path(torch.__file__).parent / "lib" / f"lib{name}.so"
-        wanted |= {
-            each
-            for each in _symbols("--dynamic", "--undefined-only", library)
-            if FROM_CUDA.fullmatch(each)
-        }
+    for linked in LINKED:
+        library = Path(torch.__file__).parent / "lib" / f"lib{linked}.so"
+        undefined = _symbols("--dynamic", "--undefined-only", library)
+        wanted |= {name for name in undefined if FROM_CUDA.fullmatch(name)}
     missing = sorted(wanted - _symbols("--extern-only", "--defined-only", own))
     stubs.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in missing))
     library = folder / LIBRARY
@@ -142,11 +140,11 @@ class Trace:
         """Count what the host waited for: events, streams, the device, copies of memory that is not
         page-locked.
         """
-        counts = Counter(event.facts["for"] for event in self.of("wait"))
-        for event in self.of("copy"):
-            if event.facts["waits"] == "1":
-                counts[f"{event.facts['way']} of {event.facts['memory']} memory"] += 1
-        return counts
+        copies = [event.facts for event in self.of("copy") if event.facts["waits"] == "1"]
+        return Counter(
+            [event.facts["for"] for event in self.of("wait")]
+            + [f"{copy['way']} of {copy['memory']} memory" for copy in copies]
+        )
 
 
 def read_trace(file: Path) -> Trace:
@@ -155,11 +153,10 @@ def read_trace(file: Path) -> Trace:
         kind, _, rest = line.partition(" ")
         if kind == "mark":
             mark = rest
-        words = [] if kind in ("mark", "launch") else rest.split()
+        is_text = kind in ("mark", "launch")
+        words = [] if is_text else rest.split()
         facts = dict(word.split("=", 1) for word in words if "=" in word)
-        events.append(
-            Event(kind, rest if kind in ("mark", "launch") else rest.split(" ")[0], facts, mark)
-        )
+        events.append(Event(kind, rest if is_text else rest.split(" ")[0], facts, mark))
     return Trace(events)
 
 
@@ -189,37 +186,22 @@ def mismatches(traces: list[Trace]) -> list[str]:
             else:
                 key = tuple(facts[name] for name in ("comm", "from", "to", "count", "type"))
                 open_ended[key] += 1 if event.kind == "send" else -1
-    found = [
-        f"{number:+d} sends without a receive: {key}"
-        for key, number in open_ended.items()
-        if number
-    ]
+    unequal = [(key, number) for key, number in open_ended.items() if number]
+    found = [f"{number:+d} sends without a receive: {key}" for key, number in unequal]
     for comm, by_rank in called.items():
         if len(by_rank) != sizes[comm]:
             found.append(f"{comm}: {sizes[comm]} ranks, but only {[*by_rank]} called")
-        for position, calls in enumerate(_side_by_side(by_rank)):
-            if len({*calls}) > 1:
-                found.append(
-                    f"{comm}, collective {position}: {dict(zip(by_rank, calls, strict=True))}"
-                )
-                break
+        side_by_side = enumerate(zip_longest(*by_rank.values(), fillvalue="nothing"))
+        differing = (each for each in side_by_side if len({*each[1]}) > 1)
+        for position, calls in islice(differing, 1):
+            found.append(f"{comm}, collective {position}: {dict(zip(by_rank, calls, strict=True))}")
     return found
 
 
-def _side_by_side(by_rank: dict[int, list[str]]) -> Iterator[list[str]]:
-    for position in range(max(map(len, by_rank.values()))):
-        yield [
-            calls[position] if position < len(calls) else "nothing" for calls in by_rank.values()
-        ]
-
-
-@dataclass
-class Ran:
+@dataclass(frozen=True)
+class Ran(runs.Run):
     """A run of the launcher on fake GPUs."""
 
-    code: int
-    out: str
-    folder: Path
     traces: list[Trace]
 
 
@@ -232,13 +214,36 @@ OPTIONS = (
 
 
 def train(
-    library: Path, folder: Path, gpus: int, argv: list[str], seconds: int = 240, **environ: str
+    library: Path,
+    folder: Path,
+    gpus: int,
+    argv: list[str],
+    seconds: int = 240,
+    code: int = 0,
+    **environ: str,
 ) -> Ran:
-    """Run `titanlite train`; a step is logged if it is the first or the last."""
+    """Run `titanlite train` and require its exit code; a step is logged if it is the first or the
+    last.
+    """
     traced = folder / "traces"
     variables = {**environment(library, traced, gpus), **environ}
-    code, out = runs.finish(
-        runs.start([*OPTIONS, *argv], folder / "run", real="a library is preloaded", **variables),
-        seconds,
+    started = runs.start(
+        [*OPTIONS, *argv], folder / "run", real="a library is preloaded", **variables
     )
-    return Ran(code, out, folder / "run", read_traces(traced))
+    found, out = runs.finish(started, seconds)
+    assert found == code, out
+    return Ran(folder / "run", found, out, read_traces(traced))
+
+
+def program(library: Path, folder: Path, gpus: int, *command: object) -> tuple[int, str]:
+    """Run a program of Python on fake GPUs; return its exit code and what it printed."""
+    variables = environment(library, folder / "traces", gpus)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, **runs.environment(), **variables},
+        cwd=runs.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.gpu import fake_gpu
-from tests.lanes import sample
-from tests.runs import ROOT, environment
 
 
-@pytest.mark.parametrize(
-    ("only", "model", "gpus"),
-    sample([("tp2,pp2", "llama3", 2), ("ep2", "qwen3", 1)], long=[("ep2", "qwen3", 1)]),
-)
-def test_rows_run_on_gpus_and_are_compared_with_a_cpu(fake_gpus, tmp_path, only, model, gpus):
-    """Also two ranks that share a GPU."""
-    variables = {**environment(), **fake_gpu.environment(fake_gpus, tmp_path / "traces", gpus)}
-    command = [sys.executable, "-m", "titanlite", "verify", "--device=cuda", f"--only={only}"]
-    command += ["--model.package=on_fake_gpu", f"--model.name={model}", "--ranks=2"]
-    if model == "qwen3":
-        command.append("--model.flavor=debugmodel_moe")
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if re.match(r" +\d+  \S", line)]
-    assert len(rows) == 2 * len(only.split(","))
+@pytest.mark.long
+def test_rows_run_on_gpus_and_are_compared_with_a_cpu(fake_gpus, tmp_path):
+    """test_first_light.py has a row of experts, whose ranks share a GPU."""
+    verify = "-m titanlite verify --device=cuda --model.package=on_fake_gpu --ranks=2"
+    code, out = fake_gpu.program(fake_gpus, tmp_path, 2, *verify.split(), "--only=tp2,pp2")
+    assert code == 1, out
+    rows = [line for line in out.splitlines() if re.match(r" +\d+  \S", line)]
+    assert len(rows) == 4
     for row in rows:  # an exception in a step would be told instead
-        assert "FAIL  initial value of " in row, row
+        assert "FAIL  initial value" in row, row
     traces = fake_gpu.read_traces(tmp_path / "traces")
     assert len(traces) == 2
     assert fake_gpu.mismatches(traces) == []

@@ -23,7 +23,6 @@ WIDE = "--model.flavor=8B --model.overrides.n_layers=6"
 FLOAT8 = "--quantize.linear.float8.enable"
 MEASURED = {
     # torch.cuda.max_memory_allocated after a step, in GiB; torch 2.11, 26 November 2026
-    f"--model.flavor=1B {NONE}": 27.61,
     f"--model.flavor=1B {BY_OPERATION}": 21.98,
     f"{WIDE} {NONE}": 37.83,
     f"{WIDE} {NONE} {FLOAT8}": 37.18,

@@ -9,9 +9,11 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.lanes import sample
+from tests.messages import says
+from tests.planner.steps import H100, computes
 from titanlite.errors import format_bytes
 from titanlite.layout import Layout
-from titanlite.planner.hardware import GIB, load_hardware
+from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import make_plan, start_lines
 from titanlite.planner.record import Collective, Operation, Recording
 from titanlite.planner.rehearse import record_step, static_bytes
@@ -34,61 +36,55 @@ def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_u
         sent[one.kind] += number * one.bytes * (one.dimension == "host")
     assert sent["from GPU"] == kept["gradients"]
     assert kept["parameters"] < sent["to GPU"] <= 2 * kept["parameters"], "each pass"
-    assert {op.phase for op in recording.operations} >= {"optimizer on the host"}
+    assert any(one.phase.startswith("optimizer on") for one in recording.operations)
 
 
 def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, "--training.offload_folder=/nvme"], 2)
     size = static_bytes(given)["optimizer"]
-    plain, plan = (make_plan(one, load_hardware("h100-80g")) for one in (given, on_disk))
+    plain, plan = (make_plan(one, H100) for one in (given, on_disk))
     assert plain.on_host - size - 8192 <= plan.on_host <= plain.on_host - size
     (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
-    assert plan.speed.estimate > term.seconds and "one NVMe disk" in report(plan)
+    assert plan.speed.estimate > term.seconds and "NVMe" in report(plan)
     memory, _ = start_lines(on_disk, "", None, 2)
-    assert f"and {format_bytes(size)} on a disk" in memory
+    says(memory, f"{format_bytes(size)} on")
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():
-    hardware = load_hardware("h100-80g")
-    plan = make_plan(job(OFFLOAD, 2), hardware)
-    assert plan.fits and "of the host" in report(plan)
+    plan = make_plan(job(OFFLOAD, 2), H100)
+    assert plan.fits and "the host" in report(plan)
     assert {term.resource for term in plan.speed.terms} >= {"host memory", "to GPU", "from GPU"}
-    needed = plan.on_host * hardware.node.gpus / GIB
+    needed = plan.on_host * H100.node.gpus / GIB
     for gib, fits in ((needed, True), (needed * 0.99, False)):
-        host = replace(hardware.node.host, gib=gib)
-        small = replace(hardware, node=replace(hardware.node, host=host))
+        host = replace(H100.node.host, gib=gib)
+        small = replace(H100, node=replace(H100.node, host=host))
         assert replace(plan, hardware=small).fits == fits
 
 
-@pytest.mark.parametrize(("kind", "other"), [("all-gather", 1), ("reduce-scatter", 0)])
-def test_asynchronous_tensor_parallel_hides_a_collective_behind_the_product_beside_it(kind, other):
+@pytest.mark.parametrize(("kind", "is_first"), [("all-gather", True), ("reduce-scatter", False)])
+def test_asynchronous_tensor_parallel_hides_a_collective_behind_the_product_beside_it(
+    kind, is_first
+):
     """A product of a second, and a collective of half a second."""
-    hardware = load_hardware("h100-80g")
-    rate = hardware.peak("bfloat16") * hardware.efficiencies["bfloat16"].share
-    half = hardware.link_rate * hardware.efficiencies["link"].share
-    product = Operation("forward 0", 1, int(rate), "bfloat16", 1)
-    sent = Operation("forward 0", 1, collective=Collective(kind, "tp", 2, "bfloat16", int(half)))
-    recording = Recording([sent, product] if other else [product, sent], {})
+    half = int(H100.link_rate * H100.efficiencies["link"].share)
+    sent = Operation("forward 0", 1, collective=Collective(kind, "tp", 2, "bfloat16", half))
+    product = computes("forward 0")
+    recording = Recording([sent, product] if is_first else [product, sent], {})
     for hidden, seconds in (((), 1.5), ((kind,), 1.0)):
-        speed = speed_of([recording], Layout(tp=2), hardware, 1, hidden=hidden)[0]
+        speed = speed_of([recording], Layout(tp=2), H100, 1, hidden=hidden)[0]
         assert speed.estimate == pytest.approx(seconds, rel=1e-6)
 
 
 UNEVEN = [
-    ([], 3),
-    (["--training.mixed_precision_param=bfloat16"], 3),
-    (["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"], 6),
-    (["--optimizer.name=Muon"], 3),
-    (["--activation_checkpoint.mode=full", "--training.loss_chunks=4"], 3),
-    (["--parallelism.context_parallel_degree=2"], 6),
-    (["--fault.on_nonfinite=skip", "--optimizer.implementation=foreach"], 5),
+    ("--parallelism.tensor_parallel_degree=2 --model.overrides.n_kv_heads=2", 6),
+    ("--optimizer.name=Muon", 3),
+    ("--activation_checkpoint.mode=full --training.loss_chunks=4", 3),
 ]
 
 
-@pytest.mark.parametrize(("flags", "world"), sample(UNEVEN, UNEVEN[2], every=2))
+@pytest.mark.parametrize(("flags", "world"), sample(UNEVEN, UNEVEN[0]))
 def test_of_ranks_with_uneven_shards_the_first_is_the_fullest(flags, world):
-    given = job([*TINY, "--model.overrides.vocab_size=257", *flags], world)
-    # Every second one: under context parallel their chunks are those of the first.
+    given = job([*TINY, "--model.overrides.vocab_size=257", *flags.split()], world)
     peaks = [record_step(given, rank).peak for rank in range(0, world, 2)]
     assert peaks[0] == max(peaks)

@@ -1,12 +1,10 @@
 """`titanlite config --placements` prints what a run would have, without its processes."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.jobs import QUIET, TINY, job, trainer
-from tests.runs import environment
+from tests.messages import says
+from titanlite.cli import main
 from titanlite.planner.placements import _parameters, describe
 
 EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
@@ -17,31 +15,16 @@ def placements_of_a_run(argv: list[str], folder: str) -> list[str]:
     return _parameters(run.parts, run.job).splitlines()
 
 
+TP = "--parallelism.tensor_parallel_degree=2"
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+PP = "--parallelism.pipeline_parallel_degree=2"
+GPT2 = [*QUIET, "--model.name=gpt2", "--model.overrides.n_layers=2"]
+
+
 @pytest.mark.parametrize(
     "argv",
-    [
-        [*EVEN, "--parallelism.tensor_parallel_degree=2"],
-        [*EVEN, "--parallelism.data_parallel_replicate_degree=2"],
-        [
-            *QUIET,
-            "--model.name=gpt2",
-            "--parallelism.tensor_parallel_degree=2",
-            "--model.overrides.n_layers=2",
-        ],
-        [
-            *EVEN,
-            "--model.overrides.tied",
-            "--parallelism.tensor_parallel_degree=4",
-            "--model.overrides.n_heads=4",
-        ]
-        + ["--model.overrides.n_kv_heads=4"],
-        [
-            *TINY,
-            "--parallelism.pipeline_parallel_degree=2",
-            "--parallelism.pipeline_parallel_schedule=LoopedBFS",
-        ],
-    ],
-    ids=["fsdp x tp", "hsdp", "gpt2", "tied, tp only", "pp"],
+    [[*EVEN, TP], [*GPT2, TP], [*TINY, PP, "--parallelism.pipeline_parallel_schedule=LoopedBFS"]],
+    ids=["fsdp x tp", "gpt2", "pp"],
 )
 def test_printed_placements_equal_those_of_a_run(pool, tmp_path, argv):
     lines = describe(job(argv, 4), per_node=2).rpartition("\n\n")[2].splitlines()
@@ -49,44 +32,26 @@ def test_printed_placements_equal_those_of_a_run(pool, tmp_path, argv):
 
 
 def test_the_list_of_stages_is_shown_with_placements():
-    text = describe(job([*TINY, "--parallelism.pipeline_parallel_degree=2"], 2), per_node=2)
-    assert (
-        "\n1      1     layers.1, norm, output\n" in text
-        and "norm.weight" not in text.split("\n\n")[-1].split()
-    )
+    text = describe(job([*TINY, PP], 2), per_node=2)
+    assert "\n1      1     layers.1, norm, output\n" in text
+    assert "norm.weight" not in text.split("\n\n")[-1].split()
 
 
 def test_groups_that_cross_nodes_are_named():
-    argv = [
-        *EVEN,
-        "--parallelism.tensor_parallel_degree=2",
-        "--parallelism.data_parallel_replicate_degree=2",
-    ]
-    text = describe(job(argv, 8), per_node=4)
-    assert "mesh: dp_replicate 2 x dp_shard 2 x tp 2, 8 ranks" in text
-    assert "nodes: 2, of 4 ranks each" in text and "node 1: ranks 4-7" in text
-    assert "dp_replicate 2: across 2 nodes, e.g. ranks 0, 4" in text
-    assert (
-        "dp_shard 2: inside a node, e.g. ranks 0, 2" in text
-        and "tp 2: inside a node, e.g. ranks 0, 1" in text
+    says(
+        describe(job([*EVEN, TP, REPLICAS], 8), per_node=4),
+        "dp_replicate 2 x dp_shard 2 x tp 2, 8 ranks",
+        "node 1: ranks 4-7",
+        "dp_replicate 2: across 2 nodes, e.g. ranks 0, 4",
+        "dp_shard 2: inside a node, e.g. ranks 0, 2",
+        "tp 2: inside a node, e.g. ranks 0, 1",
     )
 
 
-def test_placements_of_70b_on_256_ranks_need_one_process():
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite",
-        "config",
-        "--placements",
-        "--config",
-        "llama_70b.toml",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert "dp_replicate 4 x dp_shard 8 x tp 8, 256 ranks" in done.stdout
-    (row,) = [line for line in done.stdout.splitlines() if "attention.wo" in line]
-    assert (
-        row.split("  ")[-1] == "x 80"
-        and "replicated over dp_replicate, dim 0 over dp_shard, dim 1 over tp" in row
-    )
+def test_placements_of_70b_on_256_ranks_need_one_process(capsys):
+    assert main(["config", "--placements", "--config", "llama_70b.toml"]) == 0
+    out = capsys.readouterr().out
+    says(out, "dp_replicate 4 x dp_shard 8 x tp 8, 256 ranks")
+    (row,) = [line for line in out.splitlines() if "attention.wo" in line]
+    assert row.endswith("  x 80")
+    says(row, "over dp_replicate,", "0 over dp_shard", "1 over tp")

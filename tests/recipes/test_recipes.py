@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.jobs import TINY
+from tests.messages import says
 from tests.runs import ROOT, environment, records
+from titanlite.errors import CUT_SHORT, GIVEN_UP, REFUSED, STOPPED
 
 pytestmark = pytest.mark.long
 SCRIPTS = ROOT / "scripts"
@@ -22,112 +24,70 @@ REASON = "needs the extra `recipes`: ./scripts/recipes_check.sh has it"
 def test_shellcheck_has_no_remark():
     if not shutil.which("shellcheck"):
         pytest.skip(REASON)
-    scripts = [
-        *SCRIPTS.rglob("*.sh"),
-        *SCRIPTS.rglob("*.slurm"),
-        *ROOT.glob("benchmarks/*.sh"),
-        ROOT / "run_train.sh",
-        ROOT / ".ci" / "run",
-    ]
-    done = subprocess.run(
-        ["shellcheck", "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True
-    )
+    scripts = [*SCRIPTS.rglob("*.sh"), *SCRIPTS.rglob("*.slurm"), *ROOT.glob("benchmarks/*.sh")]
+    command = ["shellcheck", "--external-sources", *scripts, "run_train.sh", ".ci/run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
+@pytest.fixture
 def jobset() -> dict[str, Any]:
     yaml = pytest.importorskip("yaml", reason=REASON)
     return yaml.safe_load((SCRIPTS / "k8s" / "jobset.yaml").read_text())
 
 
-def paths(value: Any, prefix: str = "") -> set[tuple[str, Any]]:
-    """Return every leaf with the path to it."""
-    if isinstance(value, dict):
-        return {path for key, inner in value.items() for path in paths(inner, f"{prefix}.{key}")}
-    if isinstance(value, list):
-        return {
-            path
-            for number, inner in enumerate(value)
-            for path in paths(inner, f"{prefix}.{number}")
-        }
-    return {(prefix, value)}
-
-
-def test_jobset_knows_every_field_of_the_recipe():
+def test_jobset_knows_every_field_of_the_recipe(jobset):
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=REASON)
-    read = models.JobsetV1alpha2JobSet.from_dict(jobset()).to_dict()
-    assert paths(jobset()) <= paths(read), "a field that it does not know, it drops"
+
+    def leaves(value: Any, path: str = "") -> set[tuple[str, Any]]:
+        if not isinstance(value, dict | list):
+            return {(path, value)}
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return {leaf for key, inner in parts for leaf in leaves(inner, f"{path}.{key}")}
+
+    read = models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict()
+    assert leaves(jobset) <= leaves(read), "a field that it does not know, it drops"
 
 
-def test_kubernetes_takes_the_job_of_the_jobset():
+def test_kubernetes_takes_the_job_of_the_jobset(jobset):
     validate = pytest.importorskip("kubernetes_validate", reason=REASON)
-    (replicated,) = jobset()["spec"]["replicatedJobs"]
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "node"},
-        **replicated["template"],
-    }
-    validate.validate(job, validate.latest_version(), strict=True)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+    validate.validate(job | replicated["template"], validate.latest_version(), strict=True)
 
 
-def test_the_jobset_agrees_with_itself_and_with_the_exit_codes():
-    from titanlite.errors import CUT_SHORT, GIVEN_UP, REFUSED, STOPPED
-
-    recipe = jobset()
-    (replicated,) = recipe["spec"]["replicatedJobs"]
+def test_the_jobset_agrees_with_itself_and_with_the_exit_codes(jobset):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
-    pod = job["template"]["spec"]
-    environ = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+    (container, *_) = job["template"]["spec"]["containers"]
+    environ = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert environ["NNODES"] == str(job["completions"]) == str(job["parallelism"])
-    name = recipe["metadata"]["name"]
+    name = jobset["metadata"]["name"]
     assert environ["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
-    rules = {
-        rule["action"]: rule["onExitCodes"]
-        for rule in job["podFailurePolicy"]["rules"]
-        if "onExitCodes" in rule
-    }
-    assert rules["Ignore"]["values"] == [STOPPED, CUT_SHORT] and rules["FailJob"]["values"] == [
-        REFUSED,
-        GIVEN_UP,
-    ]
-    assert {rule["containerName"] for rule in rules.values()} == {pod["containers"][0]["name"]}
+    rules = job["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
+    assert codes["Ignore"]["values"] == [STOPPED, CUT_SHORT]
+    assert codes["FailJob"]["values"] == [REFUSED, GIVEN_UP]
+    assert {rule["containerName"] for rule in codes.values()} == {container["name"]}
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
-def test_torchx_starts_a_launcher_on_each_node(scheduler, tmp_path):
+@pytest.mark.parametrize(
+    ("scheduler", "master"),
+    [
+        ("slurm", "SLURM_JOB_NODELIST_HET_GROUP_0"),
+        ("kubernetes -cfg queue=default,validate_spec=False", "VC_NODE_0_HOSTS"),
+    ],
+)
+def test_torchx_starts_a_launcher_on_each_node(scheduler, master, tmp_path):
     pytest.importorskip("torchx", reason=REASON)
-    config = {"slurm": [], "kubernetes": ["-cfg", "queue=default,validate_spec=False"]}[scheduler]
-    component = f"{SCRIPTS / 'torchx' / 'titanlite.py'}:train"
-    command = [
-        sys.executable,
-        "-m",
-        "torchx.cli.main",
-        "run",
-        "--dryrun",
-        "--workspace",
-        "",
-        "-s",
-        scheduler,
-        *config,
-        component,
-    ]
-    job = [
-        "--image",
-        "titanlite",
-        "--nodes",
-        "2",
-        "--",
-        "--config",
-        "llama_8b.toml",
-        "--model.freeze",
-        '["a b"]',
-    ]
+    torchx = [sys.executable, "-m", "torchx.cli.main", "run", "--dryrun", "--workspace", ""]
+    component = f"{SCRIPTS / 'torchx' / 'titanlite.py'}:train --image titanlite --nodes 2"
+    command = [*torchx, "-s", *scheduler.split(), *component.split()]
+    job = ["--", "--config", "llama_8b.toml", "--model.freeze", '["a b"]']
     done = subprocess.run([*command, *job], cwd=tmp_path, capture_output=True, text=True)
     request = done.stdout.partition("=== SCHEDULER REQUEST ===")[2]
     assert done.returncode == 0, done.stderr
-    master = {"slurm": "SLURM_JOB_NODELIST_HET_GROUP_0", "kubernetes": "VC_NODE_0_HOSTS"}[scheduler]
-    assert f"MASTER_ADDR=${{{master}:-localhost}} exec titanlite train" in request
+    says(request, f"MASTER_ADDR=${{{master}:-localhost}} exec titanlite train --config")
     assert request.count("exec titanlite train --config") == 2
 
 
@@ -139,7 +99,6 @@ def test_skypilot_takes_the_recipe(monkeypatch, tmp_path):
     assert task.num_nodes == 2 and resources.job_recovery["recover_on_exit_codes"] == [75, 76]
 
 
-@pytest.mark.exhaustive
 def test_ray_trains_on_a_cluster_of_two_nodes(tmp_path):
     pytest.importorskip("ray", reason=REASON)
     from ray.cluster_utils import Cluster

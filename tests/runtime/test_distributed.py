@@ -14,12 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from tests.jobs import TINY, trainer
 from titanlite.config.schema import Comm
-from titanlite.layout import Layout
-from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime import distributed, torch_private
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import (
@@ -34,47 +31,18 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def timeouts(layout: Layout) -> tuple[set[timedelta], timedelta, int]:
-    """Set a timeout; return those of all groups, that of the excluded group, and how many groups
-    FSDP2 made.
+def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[Any, ...]]]:
+    """Train; return the timeouts before the first step, and at each change whether rank 1 had taken
+    that step, and the new timeouts. FSDP2 makes groups of its own to reshard to two of four ranks.
     """
-    mesh, checkpoints = build_mesh(layout, "cpu"), dist.new_group(timeout=timedelta(seconds=1800))
-    before = len(torch_private.process_groups())
-    if mesh.fsdp.size() == 4:  # resharding to two of four ranks takes groups of its own
-        fully_shard(torch.nn.Linear(4, 4), mesh=mesh.fsdp, reshard_after_forward=2)
-    groups = [group for group in torch_private.process_groups() if group is not checkpoints]
-    assert isinstance(checkpoints, dist.ProcessGroup)
-    set_collective_timeout(77, excluded=[checkpoints])
-    return (
-        {timeout_of(group) for group in groups},
-        timeout_of(checkpoints),
-        len(groups) + 1 - before,
-    )
-
-
-def test_a_collective_timeout_reaches_every_group_but_the_excluded_one(pool):
-    for layout in (Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_shard=2, cp=2)):
-        for changed, kept, of_fsdp in pool.run(timeouts, layout, world=4):
-            assert changed == {timedelta(seconds=77 + WATCH_SECONDS)}
-            assert kept == timedelta(seconds=1800)
-            assert bool(of_fsdp) == (layout.dp_shard == 4)
-
-
-def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tuple[bool, float]]]:
-    """Train; return the timeouts before the first step, and whether rank 1 had taken that step when
-    they changed, and to what."""
     argv = "--comm.init_timeout_seconds=123 --fault.stall_seconds=150 --checkpoint.enable"
     argv += " --parallelism.fsdp_reshard_after_forward=2"
     run = trainer([*TINY, *argv.split()], folder)
-    groups = [
-        group for group in torch_private.process_groups() if group is not run.checkpoints.group
-    ]
-    initial, of_checkpoints = (
-        {timeout_of(group) for group in groups},
-        timeout_of(run.checkpoints.group),
-    )
+    of_saves = run.checkpoints.group
+    groups = [group for group in torch_private.process_groups() if group is not of_saves]
+    initial = {timeout_of(group) for group in groups}
     run.step = 1  # so that, as after most resumes, the first step is not logged
-    take_step, taken, changed = run.train_step, Path(folder) / "taken", []
+    take_step, taken, changes = run.train_step, Path(folder) / "taken", []
 
     def slow_step() -> None:
         take_step()
@@ -82,27 +50,26 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tupl
             time.sleep(0.3)
             taken.touch()
 
-    def change(seconds: float, excluded: dist.ProcessGroup | None) -> None:
-        changed.append((taken.exists(), seconds))
-        set_collective_timeout(seconds, [excluded])
+    def change(seconds: float, excluded: list[dist.ProcessGroup]) -> None:
+        is_taken = taken.exists()
+        set_collective_timeout(seconds, excluded)
+        changes.append((is_taken, {timeout_of(group) for group in groups}, timeout_of(of_saves)))
 
     run.train_step = slow_step  # type: ignore[method-assign]
+    before = timeout_of(of_saves)
     with mock.patch("titanlite.train.trainer.set_collective_timeout", change):
         run.train()
-    return initial, of_checkpoints, changed
+    return initial, before, changes
 
 
-def test_all_groups_have_the_initial_timeout_until_every_rank_has_taken_its_first_step(
+def test_all_groups_but_that_of_saves_change_their_timeout_when_every_rank_took_its_first_step(
     pool, tmp_path
 ):
-    for initial, of_checkpoints, changed in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
-        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}, (
-            "also of the groups that FSDP2 makes"
-        )
-        assert of_checkpoints == timedelta(seconds=1800 + WATCH_SECONDS)
-        assert changed == [(True, 150)], (
-            "only when rank 1 had taken the step too; 100 would be too soon"
-        )
+    for initial, of_saves, changes in pool.run(timeouts_of_a_run, str(tmp_path), world=4):
+        assert initial == {timedelta(seconds=123 + WATCH_SECONDS)}
+        assert of_saves == timedelta(seconds=1800 + WATCH_SECONDS)
+        # Only when rank 1 had taken the step too; 100 would be too soon.
+        assert changes == [(True, {timedelta(seconds=150 + WATCH_SECONDS)}, of_saves)]
 
 
 @pytest.fixture
@@ -111,7 +78,9 @@ def environ(monkeypatch, tmp_path):
     joins its job.
     """
 
-    def join(ranks_here: int = 2, **variables: str) -> tuple[dict[str, str], int]:
+    def join(
+        ranks_here: int = 2, settings: Comm | None = None, **variables: str
+    ) -> tuple[dict[str, str], int]:
         found: list[tuple[dict[str, str], int]] = []
 
         def init(*_: Any, **__: Any) -> None:
@@ -126,7 +95,7 @@ def environ(monkeypatch, tmp_path):
             patch.setattr(distributed, "_store", lambda *_: dist.HashStore())
             here = {"LOCAL_WORLD_SIZE": str(ranks_here)}
             rank, gpu = RankInfo(0, 2, 0, "h"), torch.device("cuda", 0)
-            with process_group(rank, gpu, Comm(), tmp_path, here):
+            with process_group(rank, gpu, settings or Comm(), tmp_path, here):
                 pass
         return found[0]
 
@@ -137,15 +106,17 @@ def test_a_rank_on_a_gpu_records_what_nccl_did_when_a_collective_timed_out(envir
     """With the names that torch 2.11 to 2.15 read first, and the error handling that a record
     needs.
     """
-    variables, _ = environ(TORCH_NCCL_ASYNC_ERROR_HANDLING="1")  # as torch's elastic agent sets it
+    settings = Comm(trace_buf_size=7, save_traces_folder="records")
+    # As torch's elastic agent sets it.
+    variables, _ = environ(settings=settings, TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert variables["TORCH_FR_BUFFER_SIZE"] == "20000"
+    assert variables["TORCH_FR_BUFFER_SIZE"] == "7"
     recorder = "FR" if torch.__version__ >= "2.15" else "NCCL"
     assert variables[f"TORCH_{recorder}_DUMP_ON_TIMEOUT"] == "1"
-    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "comm_traces" / "rank_")
-    assert not {
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "records" / "rank_")
+    assert not [
         name for name in variables if name.startswith(("TORCH_NCCL_TRACE", "TORCH_NCCL_DEBUG"))
-    }
+    ]
     own = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "TORCH_FR_BUFFER_SIZE": "5",

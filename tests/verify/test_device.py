@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.lanes import sample
+from tests.messages import says
 from titanlite.cli import main
 from titanlite.verify.command import rows_of_device
 from titanlite.verify.measurements import INITIAL
@@ -19,7 +20,7 @@ EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 BY_NAME = {f"{row.layout} {row.precision}": row for row in OF_DEVICE if row.mesh.world <= 4}
 
 
-@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", every=4))
+@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", long=["ep2 bfloat16"]))
 def test_a_row_equals_one_process_in_float64(pool, name):
     row = BY_NAME[name]
     argv = EXPERTS if row.mesh.ep > 1 else []
@@ -51,16 +52,16 @@ def test_a_dozen_rows_run_on_two_devices_and_those_of_one_rank_on_one(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "parts"),
     [
-        ("--device tpu", "--device: unknown device 'tpu'; legal: cpu, cuda"),
-        ("--device cuda", "--device cuda: torch finds no usable GPU on this node"),
-        ("--device cpu --full", "--full and --device each select rows of a table: remove --device"),
-        ("--ranks 4", "--ranks is the limit of --device's table: add --device cuda, or remove it"),
-        ("--device cpu --only dp3", "--only: llama3 debugmodel has no row dp3"),
+        ("--device tpu", ["'tpu'", "cpu, cuda"]),
+        ("--device cuda", ["--device cuda:", "GPU"]),
+        ("--device cpu --full", ["--full and --device", "remove --device"]),
+        ("--ranks 4", ["--ranks", "--device cuda"]),
+        ("--device cpu --only dp3", ["--only", "llama3 debugmodel", "dp3"]),
     ],
 )
-def test_what_a_device_cannot_run_is_refused(monkeypatch, capsys, words, message):
+def test_what_a_device_cannot_run_is_refused(monkeypatch, capsys, words, parts):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["verify", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    says(capsys.readouterr().err, *parts)

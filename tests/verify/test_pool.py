@@ -5,14 +5,13 @@ import signal
 import sys
 import time
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.messages import refused
 from titanlite.verify.pool import Pool, RankFailed
 
 
@@ -24,7 +23,7 @@ def total() -> float:
 
 def misbehave(rank: int, what: str) -> str:
     if dist.get_rank() == rank:
-        os.write(2, f"about to {what}\n".encode())
+        os.write(2, f"{what}\n".encode())
         if what == "raise":
             raise ValueError("here")
         if what == "die":
@@ -41,57 +40,9 @@ def test_a_function_runs_on_the_given_number_of_ranks(pool):
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(pool):
-    with pytest.raises(RankFailed, match="(?s)rank 1 of 2 raised:.*ValueError: here"):
+    with refused("rank 1 of 2", "ValueError: here", kind=RankFailed):
         pool.run(misbehave, 1, "raise", world=2)
     assert pool.run(total, world=2) == [3.0] * 2
-
-
-def group_of_a_mesh() -> str:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    total = torch.ones(())
-    dist.all_reduce(total, group=mesh.get_group("outer"))
-    assert total == 1
-    return mesh.get_group("outer").group_name
-
-
-def test_equal_meshes_of_two_runs_share_their_groups_unless_a_run_failed(pool):
-    first, second = (pool.run(group_of_a_mesh, world=2) for _ in range(2))
-    assert first == second and pool._world == 2
-    with pytest.raises(RankFailed):
-        pool.run(misbehave, 1, "raise", world=2)
-    assert pool._world == 0
-    assert pool.run(group_of_a_mesh, world=2) == first, "new groups have the same names"
-
-
-def abort_until(marker: str, times: int) -> str:
-    if dist.get_rank() == 1 and len(done := Path(marker).read_text()) < times:
-        Path(marker).write_text(done + "x")
-        os.abort()
-    dist.barrier()
-    return "fine"
-
-
-@pytest.mark.long
-def test_the_pool_of_the_default_lane_runs_again_once_and_says_so(pool, tmp_path, monkeypatch):
-    marker, record = tmp_path / "aborts", tmp_path / "record"
-    marker.write_text("")
-    monkeypatch.setattr(pool, "repeats", True)
-    monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
-    with pytest.warns(
-        UserWarning, match=f"(?s)run again: rank 1 died, exit code -6.*recorded in {record}"
-    ):
-        assert pool.run(abort_until, str(marker), 1, world=2) == ["fine"] * 2
-    assert "test_the_pool_of_the_default_lane_runs_again_once_and_says_so" in record.read_text()
-    assert (
-        "Fatal Python error: Aborted" in record.read_text()
-        and "in abort_until" in record.read_text()
-    )
-    marker.write_text("")
-    with (
-        pytest.warns(UserWarning, match="run again: rank 1 died, exit code -6"),
-        pytest.raises(RankFailed, match="rank 1 died, exit code -6"),
-    ):
-        pool.run(abort_until, str(marker), 2, world=2)
 
 
 def die_after_a_peer_raised() -> None:
@@ -102,48 +53,30 @@ def die_after_a_peer_raised() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_dead_rank_is_named_where_another_was_heard_first():
-    small = Pool(2)
-    try:
-        with pytest.raises(
-            RankFailed, match="(?s)^rank 1 died, exit code -9\nrank 0 of 2 raised.*closed by peer"
-        ):
-            small.run(die_after_a_peer_raised, world=2)
-    finally:
-        small.close()
-
-
-def test_dead_and_late_ranks_are_named_and_the_pool_recovers(tmp_path):
+@pytest.fixture
+def small(tmp_path):
     log = tmp_path / "stderr.log"
     log.touch()
-    small = Pool(2, log=str(log))
-    try:
-        with pytest.raises(RankFailed, match="rank 1 died, exit code -9"):
-            small.run(misbehave, 1, "die", world=2)
-        assert small.run(total) == [3.0] * 2, "in new processes"
-        with pytest.raises(
-            RankFailed, match="(?s)no answer within 2 s from rank .*1.*in misbehave"
-        ):
-            small.run(misbehave, 1, "sleep", world=2, timeout=2)
-        assert small.run(total) == [3.0] * 2
-        assert log.read_text() == "about to die\nabout to sleep\n", (
-            "what a rank prints to its stderr"
-        )
-    finally:
-        small.close()
+    ranks = Pool(2, log=str(log))
+    yield ranks
+    ranks.close()
 
 
-@pytest.mark.long
-def test_the_pool_of_the_long_lane_fails_at_the_first_abort_and_records_it(
-    pool, tmp_path, monkeypatch
-):
-    marker, record = tmp_path / "aborts", tmp_path / "record"
-    marker.write_text("")
-    monkeypatch.setitem(type(pool).run.__globals__, "ABORTS", record)
-    assert not pool.repeats, "this test runs in the long lane, or because it was named"
-    with pytest.raises(RankFailed, match="rank 1 died, exit code -6"):
-        pool.run(abort_until, str(marker), 1, world=2)
-    assert record.read_text().count("abort of a rank:") == 1
+def test_a_dead_rank_is_named_where_another_was_heard_first(small):
+    with refused("rank 1 died, exit code -9", "rank 0 of 2", "by peer", kind=RankFailed) as caught:
+        small.run(die_after_a_peer_raised, world=2)
+    assert str(caught.value).startswith("rank 1")
+
+
+def test_dead_and_late_ranks_are_named_and_the_pool_recovers(small, tmp_path):
+    with refused("rank 1 died", "-9", kind=RankFailed):
+        small.run(misbehave, 1, "die", world=2)
+    assert small.run(total) == [3.0] * 2, "in new processes"
+    with refused("within 2 s", "rank 0, 1", "in misbehave", kind=RankFailed):
+        small.run(misbehave, 1, "sleep", world=2, timeout=2)
+    assert small.run(total) == [3.0] * 2
+    printed = (tmp_path / "stderr.log").read_text()
+    assert printed.splitlines() == ["die", "sleep"], "what ranks print to their stderr"
 
 
 def test_a_late_rank_that_has_not_started_is_named(tmp_path):
@@ -151,7 +84,7 @@ def test_a_late_rank_that_has_not_started_is_named(tmp_path):
     os.mkfifo(tmp_path / "log")
     small = Pool(1, log=str(tmp_path / "log"))
     try:
-        with pytest.raises(RankFailed, match="(?s)within 1 s from rank 0\nrank 0 has not started"):
+        with refused("within 1 s", "rank 0 has not started", kind=RankFailed):
             small.run(total, timeout=1)
         assert small._processes == [], "ended"
     finally:

@@ -1,5 +1,7 @@
 """A model that predicts the next token from the running mean of those before it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,10 +24,12 @@ class Block(nn.Module):
 
 
 class Parrot(nn.Module):
-    def __init__(self, c: ParrotConfig, positions: int) -> None:
+    block: type[nn.Module] = Block
+
+    def __init__(self, c: Any, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block(c) for i in range(c.n_layers)})
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
 
     def forward(self, tokens, positions=None, documents=None, head=None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from parrot.model import Parrot
 from torch import nn
 
 from scaled import ScaledConfig
@@ -36,15 +37,5 @@ class Block(nn.Module):
         return h + self.scale * self.mix(h)
 
 
-class Scaled(nn.Module):
-    def __init__(self, c: ScaledConfig, positions: int) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
-        self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
-
-    def forward(self, tokens, positions=None, documents=None, head=None) -> torch.Tensor:
-        h = self.tok_embeddings(tokens)
-        for block in self.layers.values():
-            h = block(h)
-        return self.output(h) if head is None else head(h, self.output)
+class Scaled(Parrot):
+    block = Block
