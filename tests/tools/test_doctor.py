@@ -74,10 +74,10 @@ def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tool, monkeypa
 
 @pytest.mark.long
 def test_a_rank_that_hangs_under_the_doctor_is_named_with_its_stack_and_no_file_is_left(tmp_path):
-    argv = [*INJURED, "--comm.init_timeout_seconds=25"]
+    argv = [*INJURED, "--comm.init_timeout_seconds=30"]
     code, out = doctor(argv, tmp_path, NGPU="2", INJURY="sleep:start:1:0")
     assert code == 1, out
-    says(out, "hangs: ", "25 s (comm.init_timeout_seconds)", "in suffer")
+    says(out, "hangs: ", "30 s (comm.init_timeout_seconds)", "in suffer")
 
 
 @pytest.mark.long
