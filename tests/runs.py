@@ -22,8 +22,6 @@ from titanlite.runtime.rank_files import PAGE
 
 ROOT = Path(__file__).parents[1]
 STARTED: list[subprocess.Popen] = []
-OTHERS: set[int] = set()
-"""The children of this process before the first of these was started."""
 CLEARED = (
     "NGPU",
     "LOG_RANK",
@@ -65,7 +63,6 @@ def start(
 def popen(words: list[str], real: str = "", **options: Any) -> subprocess.Popen:
     """Start `python -m WORDS`, forked unless `real` says why not."""
     options = {"stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, **options}
-    OTHERS.update(() if STARTED else children(os.getpid()))
     if real or sys.platform != "linux":
         process = subprocess.Popen([sys.executable, "-m", *words], **options)
     else:
@@ -81,7 +78,6 @@ def _server() -> Server:
     """Return the process that runs are forked from."""
     if not hasattr(Forked, "server"):
         Forked.server = Server(environment(), ROOT)
-        OTHERS.add(Forked.server.process.pid)
     return Forked.server
 
 
@@ -93,11 +89,20 @@ def kill_started(since: int) -> None:
         _kill(process)
         process.wait()
     if STARTED[since:]:
-        for pid in set(children(os.getpid())) - OTHERS:  # what a parent that has ended has left
-            with suppress(OSError):  # it is ps itself
-                if b"multiprocessing" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+        for pid in {*children(os.getpid())} - {process.pid for process in STARTED}:
+            if _is_of_a_run(pid):  # its parent has ended
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _is_of_a_run(pid: int) -> bool:
+    """Return whether a child of this process was adopted: started by a run, by its command."""
+    if hasattr(Forked, "server") and pid == Forked.server.process.pid:
+        return False
+    with suppress(OSError):
+        _, _, *module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return module[:1] in ([b"tests.forked"], [b"titanlite"], [b"titanlite.train"])
+    return False
 
 
 def _kill(process: subprocess.Popen) -> None:
