@@ -100,8 +100,8 @@ def _is_of_a_run(pid: int) -> bool:
     if hasattr(Forked, "server") and pid == Forked.server.process.pid:
         return False
     with suppress(OSError):
-        _, _, *module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return module[:1] in ([b"tests.forked"], [b"titanlite"], [b"titanlite.train"])
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return words[2:3] in ([b"tests.forked"], [b"titanlite"], [b"titanlite.train"])
     return False
 
 

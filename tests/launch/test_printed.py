@@ -55,8 +55,8 @@ def normalized(text: str, folder: Path) -> str:
     """Return each line once, without what depends on time, machine and versions."""
     for place, name in (
         (folder, "FOLDER"),
-        (ROOT, "ROOT"),
         (command_line("titanlite"), "titanlite"),
+        (ROOT, "ROOT"),
     ):
         text = text.replace(str(place), name)
     text = text.replace(socket.gethostname(), "HOST")
