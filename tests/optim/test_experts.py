@@ -8,7 +8,6 @@ from tests.jobs import FLOAT64, MOE, require_close, run_to_end
 from tests.lanes import sample
 
 CASES = {  # experts, and an optimizer
-    "AdamW": (6, ""),
     "AdamW, foreach": (6, "--optimizer.implementation=foreach"),
     "Muon": (4, "--optimizer.name=Muon"),
     "Muon, bfloat16 state": (6, "--optimizer.name=Muon --optimizer.state_dtype=bfloat16"),

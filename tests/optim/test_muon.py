@@ -136,9 +136,9 @@ STEPS["offload"] = (2, "--training.enable_cpu_offload")
 def test_several_steps_equal_one_process_in_float64(pool, tmp_path, case):
     """Cases that the table of `titanlite verify` does not have."""
     world, options = STEPS[case]
-    argv = [*MUON, *FLOAT64, "--training.global_batch_size=4", "--optimizer.eps=1e-3"]
+    argv = [*MUON, *FLOAT64, "--training.global_batch_size=8", "--optimizer.eps=1e-3"]
     argv.append("--lr_scheduler.warmup_steps=0")
-    one = [*argv, "--training.local_batch_size=4"]
+    one = [*argv, "--training.local_batch_size=8"]
     expected = pool.run(run_to_end, one, str(tmp_path), world=1)[0]
     for rank in pool.run(run_to_end, [*argv, *options.split()], str(tmp_path), world=world):
         require_close(rank["weights"], expected["weights"], 1e-10)
