@@ -2,12 +2,9 @@
 settings.
 """
 
-import json
-import re
 import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,96 +12,64 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.jobs import (
-    FLOAT64,
-    QUIET,
-    TINY,
-    forward_backward,
-    job,
-    micro_batches,
-    run_to_end,
-    trainer,
-)
+from tests.jobs import FLOAT64, TINY, fake_world, forward_backward, job, run_to_end, trainer
 from tests.lanes import sample
-from tests.parallel.test_exact import SAMPLES, ragged_batch
-from tests.runs import environment
-from titanlite.config.load import ConfigError
+from tests.messages import refused, says
+from tests.parallel.rows import (
+    COMPILED,
+    DEFERRED,
+    EVEN,
+    GPT2,
+    GROUPED,
+    HSDP,
+    OFFLOADED,
+    RECOMPUTED,
+    RESHARD,
+    SAMPLES,
+    TP,
+    operations,
+    own_batches,
+    watching,
+)
+from tests.runs import environment, records
+from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.fsdp_schedule import schedule
+from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.loss import count_valid
 from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
-GPT2 = (
-    "--model.name=gpt2 --model.overrides.dim=16 --model.overrides.n_layers=2 "
-    "--model.overrides.n_heads=2"
-).split()
+WHOLE = f"--training.local_batch_size={SAMPLES}"
 
 
-class Operations(TorchDispatchMode):
-    """Count the operations that are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+_SINGLE = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
+NAMES = {
+    "all_gather_single" if _SINGLE else "all_gather_into_tensor": "gather",
+    "reduce_scatter_single" if _SINGLE else "reduce_scatter_tensor": "scatter",
+    "all_reduce": "all_reduce",
+}
 
 
-def record(argv: list[str], folder: str) -> dict:
-    """Return one step's collectives by name and group size, and the order of all with the blocks'
-    passes.
+def record(argv: list[str], folder: str) -> dict[str, Counter[str]]:
+    """Return one step's collectives by name and group size, and the operations that are
+    computed.
     """
     run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
     run.step = 1
-    events: list[str] = []
-    originals, gathered = {}, dict[str, list[str]]()
+    counts = Counter[str]()
 
-    def record_turn(name: str) -> None:
-        """Record a block's turn, and which blocks have gathered parameters then."""
-        events.append(name)
-        parameters = {
-            n: next(b.parameters())
-            for n, b in run.parts[0].get_submodule("layers").named_children()
-        }
-        gathered[name] = [
-            number for number, parameter in parameters.items() if not isinstance(parameter, DTensor)
-        ]
+    def count(name: str, args: tuple[Any, ...], _: Any) -> None:
+        group = args[-1].get("group") or dist.group.WORLD
+        counts[f"{NAMES[name]} {dist.get_world_size(group)}"] += 1
 
-    def wrap(name: str, label: str) -> None:
-        originals[name] = original = getattr(dist, name)
-
-        def called(*args, **kwargs):
-            events.append(f"{label} {dist.get_world_size(kwargs.get('group') or dist.group.WORLD)}")
-            return original(*args, **kwargs)
-
-        setattr(dist, name, called)
-
-    for number, block in run.parts[0].get_submodule("layers").named_children():
-        block.register_forward_pre_hook(lambda *_, number=number: record_turn(f"forward {number}"))
-        block.register_full_backward_pre_hook(
-            lambda *_, number=number: record_turn(f"backward {number}")
-        )
-    batches = micro_batches(*ragged_batch(), run.rank_slice)
+    batches = own_batches(run)
     valid = run.guard.exchange(count_valid(torch.stack([batch.labels for batch in batches])))
-    single = hasattr(dist, "all_gather_single")  # as torch 2.13 calls them
-    wrap("all_gather_single" if single else "all_gather_into_tensor", "gather")
-    wrap("reduce_scatter_single" if single else "reduce_scatter_tensor", "scatter")
-    wrap("all_reduce", "all_reduce")
-    operations = Operations()
-    try:
-        with nullcontext() if "--compile.enable" in argv else operations:
-            run.runner.forward_backward(run.step, batches, valid)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    counts = Counter(event for event in events if "ward" not in event)
-    return {"events": events, "counts": counts, "operations": operations.seen, "gathered": gathered}
+    with operations() as computed, watching(dist, NAMES, count):
+        run.runner.forward_backward(run.step, batches, valid)
+    names = Counter(func.overloadpacket.__name__ for func, *_ in computed)
+    return {"counts": counts, "operations": names}
 
 
 def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dict:
@@ -112,126 +77,58 @@ def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dic
     return pool.run(record, [*FOUR_LAYERS, local, *argv], str(folder), world=world)[0]
 
 
+KEPT = "--parallelism.fsdp_keep_whole"
+SMALL = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
 GROUPS = 6  # the embedding, four blocks, norm and output
+GATHERS = 2 * GROUPS - 1  # the last group is kept for the backward pass
+COLLECTIVES = {  # ranks, accumulation, words
+    "fsdp": (2, 1, "", {"gather 2": GATHERS, "scatter 2": GROUPS}),
+    "never": (2, 1, f"{RESHARD}never", {"gather 2": GROUPS, "scatter 2": GROUPS}),
+    "always": (2, 1, f"{RESHARD}always", {"gather 2": 2 * GROUPS, "scatter 2": GROUPS}),
+    "blocks in one group": (2, 1, GROUPED, {"gather 2": 7, "scatter 2": 4}),
+    "accumulated": (2, 3, "", {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS}),
+    "deferred": (2, 3, f"{DEFERRED}true", {"scatter 2": GROUPS}),
+    # The embedding's group has nothing left to gather; a block without its norms still gathers.
+    "kept whole": (
+        2,
+        3,
+        SMALL,
+        {"gather 2": 3 * (GATHERS - 2), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 1},
+    ),
+    "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS}),
+    "replicas": (
+        4,
+        1,
+        HSDP,
+        {"gather 2": GATHERS, "scatter 2": GROUPS, "all_reduce 2": GROUPS},
+    ),
+    "only their sum is deferred": (
+        4,
+        3,
+        f"{HSDP} {DEFERRED}replicas",
+        {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS},
+    ),
+    "kept whole by replicas": (
+        4,
+        1,
+        f"{HSDP} {SMALL}",
+        {
+            "gather 2": GATHERS - 2,
+            "scatter 2": GROUPS - 1,
+            "all_reduce 2": GROUPS - 1,
+            "all_reduce 4": 1,
+        },
+    ),
+}
 
 
-def test_fsdp_gathers_twice_and_reduces_once_per_group(pool, tmp_path):
-    found = seen(pool, tmp_path)["counts"]
-    assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS}
-    never = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["counts"]
-    assert never["gather 2"] == GROUPS
-    always = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=always")["counts"]
-    assert always["gather 2"] == 2 * GROUPS
-
-
-def test_partial_resharding_gathers_again_over_that_many_ranks(pool, tmp_path):
-    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=2", world=4)["counts"]
-    assert (found["gather 4"], found["gather 2"]) == (GROUPS, GROUPS)
-
-
-def test_hsdp_all_reduces_over_replicas(pool, tmp_path):
-    """Shards are gathered and reduced over two ranks, and every group is all-reduced over two
-    replicas.
-    """
-    found = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=4)[
-        "counts"
-    ]
-    assert found == {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS, "all_reduce 2": GROUPS}
-    replicas = seen(pool, tmp_path, "--parallelism.data_parallel_replicate_degree=2", world=2)[
-        "counts"
-    ]
-    assert replicas["all_reduce 2"] == GROUPS
-
-
-def test_deferred_sync_reduces_once_per_step(pool, tmp_path):
-    plain = seen(pool, tmp_path, accumulation=3)["counts"]
-    assert plain["scatter 2"] == 3 * GROUPS
-    deferred = seen(pool, tmp_path, "--parallelism.defer_gradient_sync", accumulation=3)["counts"]
-    assert deferred["scatter 2"] == GROUPS
-
-
-def test_deferring_over_replicas_leaves_only_their_sum_to_the_last_micro_batch(pool, tmp_path):
-    options = [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.defer_gradient_sync=replicas",
-    ]
-    found = seen(pool, tmp_path, *options, world=4, accumulation=3)
-    events = found["events"]
-    assert found["counts"] == {
-        "gather 2": 3 * (2 * GROUPS - 1),
-        "scatter 2": 3 * GROUPS,
-        "all_reduce 2": GROUPS,
-    }
-    last = [number for number, event in enumerate(events) if event == "forward 0"][-1]
-    assert "all_reduce 2" not in events[:last]
-
-
-def test_grouped_blocks_share_a_gather(pool, tmp_path):
-    found = seen(pool, tmp_path, "--parallelism.fsdp_blocks_per_group=2")["counts"]
-    assert found["scatter 2"] == 4
-
-
-def gathered_before(events: list[str], word: str) -> list[int]:
-    """Return how many all-gathers were issued before each block's turn, in the order of the
-    turns.
-    """
-    counts, gathers = [], 0
-    for event in events:
-        gathers += event.startswith("gather")
-        if event.startswith(word):
-            counts.append(gathers)
-    return counts
-
-
-RECOMPUTED_AND_COMPILED = (
-    "--activation_checkpoint.mode=full --compile.enable --compile.backend=aot_eager"
-)
-
-
-@pytest.mark.parametrize("depth", sample([0, 1, 2, 3], 0, 2))
-@pytest.mark.parametrize(
-    "more", ["", RECOMPUTED_AND_COMPILED], ids=["plain", "recomputed and compiled"]
-)
-def test_forward_prefetch_follows_the_schedule(pool, tmp_path, depth, more):
-    argv = [f"--parallelism.fsdp_forward_prefetch={depth}", *more.split()]
-    plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
-    declared: list[int] = []
-    issued: set[int] = set()
-    for group in range(GROUPS):
-        issued |= {group, *(plan.forward[group] if plan.forward else ())}
-        if 1 <= group <= 4:
-            declared.append(len(issued))
-    found = seen(pool, tmp_path, *argv)
-    assert gathered_before(found["events"], "forward")[:4] == declared
-    for block, count in enumerate(
-        declared
-    ):  # at most depth + 1 at a time: this one, and what comes
-        assert count <= block + 2 + depth and found["gathered"][f"forward {block}"] == [str(block)]
-
-
-@pytest.mark.parametrize("depth", sample([1, 2, 3], 2))
-def test_backward_prefetch_follows_the_schedule(pool, tmp_path, depth):
-    argv = [f"--parallelism.fsdp_backward_prefetch={depth}"]
-    plan = schedule(job([*FOUR_LAYERS, *argv], 2), tied=False)
-    assert plan.backward is not None
-    declared: list[int] = []
-    issued: set[int] = {5}  # the last group was kept after the forward pass
-    for group in reversed(range(GROUPS)):
-        if 1 <= group <= 4:  # its turn is recorded before it gathers others
-            declared.append(GROUPS + len(issued) - 1)
-        issued |= {group, *plan.backward[group]}
-    found = seen(pool, tmp_path, *argv)
-    assert gathered_before(found["events"], "backward") == declared
-    assert not any(found["gathered"][f"backward {block}"] for block in range(4)), (
-        "the blocks before are sharded again"
-    )
-
-
-def test_never_resharding_keeps_blocks_gathered(pool, tmp_path):
-    found = seen(pool, tmp_path, "--parallelism.fsdp_reshard_after_forward=never")["gathered"]
-    assert found["forward 3"] == found["backward 3"] == ["0", "1", "2", "3"] and found[
-        "backward 0"
-    ] == ["0"]
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_step_issues_the_collectives_of_its_settings(pool, tmp_path, name):
+    world, accumulation, words, expected = COLLECTIVES[name]
+    found = seen(pool, tmp_path, *words.split(), world=world, accumulation=accumulation)["counts"]
+    if name in ("deferred", "partly resharded"):
+        found = Counter({kind: found[kind] for kind in expected})
+    assert found == expected
 
 
 def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
@@ -241,47 +138,48 @@ def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
     assert divisions[0] == divisions[1]
 
 
+PREFETCH = "--parallelism.fsdp_forward_prefetch=2"
+
+
 def test_schedule_is_readable_data():
-    argv = [
-        *FOUR_LAYERS,
-        "--parallelism.fsdp_forward_prefetch=2",
-        "--parallelism.fsdp_backward_prefetch=1",
-    ]
+    argv = [*FOUR_LAYERS, PREFETCH, "--parallelism.fsdp_backward_prefetch=1"]
     plan = schedule(job(argv, 2), tied=False)
-    assert plan.labels == (
-        "tok_embeddings",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-        "layers.3",
-        "norm+output",
-    )
+    blocks = [f"layers.{number}" for number in range(4)]
+    assert plan.labels == ("tok_embeddings", *blocks, "norm+output")
     assert plan.forward == ((1, 2), (2, 3), (3, 4), (4, 5), (5,), ())
     assert plan.backward == ((), (0,), (1,), (2,), (3,), (4,))
-    assert "  layers.0 gathers layers.1, layers.2" in str(
-        plan
-    ) and "  layers.3 gathers layers.2" in str(plan)
-    tied = schedule(
-        job([*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"], 2),
-        tied=True,
-    )
-    assert tied.labels == ("tok_embeddings+norm+output", "layers.0+layers.1+layers.2", "layers.3")
+    grouped = [*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"]
+    tied = schedule(job(grouped, 2), tied=True)
+    assert tied.labels == ("tok_embeddings+norm+output", "+".join(blocks[:3]), "layers.3")
     assert tied.backward_order == (0, 2, 1) and tied.backward == ((2,), (), (1,)), (
         "the output is needed first, and stays gathered until then"
     )
-    assert str(tied).splitlines()[-3:] == [
-        "  tok_embeddings+norm+output gathers layers.3",
-        "  layers.3 gathers layers.0+layers.1+layers.2",
-        "  layers.0+layers.1+layers.2 gathers nothing",
-    ]
-    assert "own order (none ahead)" in str(schedule(job(FOUR_LAYERS, 2), tied=False))
+    says(tied, "tok_embeddings+norm+output gathers layers.3", "layers.2 gathers nothing")
+    says(schedule(job(FOUR_LAYERS, 2), tied=False), "none ahead")
+    stage = schedule(job(argv, 2), tied=False, modules={"layers", "layers.2", "layers.3"})
+    assert stage.labels == ("layers.2", "layers.3") and stage.forward == ((1,), ())
+    assert stage.last == 1 and not stage.last_is_root
+
+
+def test_notes_name_what_was_applied_once_each_in_order():
+    """A technique that has nothing to do is not mentioned."""
+    words = f"{TP} {COMPILED} {RECOMPUTED}full"
+    names = ["tensor parallel on 2", "torch.compile", "recompute every", "FSDP on 2"]
+    for world, argv, expected in ((1, [], []), (4, words.split(), names)):
+        found = job([*EVEN, *argv], world)
+        model, table = build_model(found)
+        with fake_world(found.layout) as mesh:
+            context = Context(found, mesh, table, torch.device("cpu"))
+            _, notes = parallelize(model, context)
+        assert len(notes) == len(expected)
+        for note, name in zip(notes, expected, strict=True):
+            assert name in note
 
 
 def test_config_command_prints_the_schedule_without_torch():
     code = (
         "import sys, titanlite.cli as c; "
-        "c.main('config --schedule --parallelism.fsdp_forward_prefetch 2'.split()); "
-        "sys.exit('torch' in sys.modules)"
+        f"c.main('config --schedule {PREFETCH}'.split()); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
@@ -292,29 +190,30 @@ def test_config_command_prints_the_schedule_without_torch():
 def test_recompute_modes_repeat_the_expected_operations(pool, tmp_path):
     """Count matrix products of a step: each block has seven in its forward pass."""
 
-    def products(*argv: str) -> int:
-        return seen(pool, tmp_path, *argv)["operations"]["mm"]
+    def computed(*argv: str) -> Counter[str]:
+        return seen(pool, tmp_path, *argv, world=1)["operations"]
 
-    plain = products()
-    assert products("--activation_checkpoint.mode=full") == plain + 4 * 7
-    selective = "--activation_checkpoint.mode=selective"
-    assert products(selective, "--activation_checkpoint.selective_ac_option=2") == plain + 2 * 7
-    assert products(selective) == plain + 4 * 3, "of seven, four are kept"
-    early = products("--activation_checkpoint.mode=full", "--activation_checkpoint.early_stop")
+    full, selective = (f"{RECOMPUTED}{mode}" for mode in ("full", "selective"))
+    plain = computed()["mm"]
+    assert computed(full)["mm"] == plain + 4 * 7
+    second = computed(selective, "--activation_checkpoint.selective_ac_option=2")
+    assert second["mm"] == plain + 2 * 7
+    by_operation = computed(selective)
+    assert by_operation["mm"] == plain + 4 * 3, "of seven, four are kept"
+    early = computed(full, "--activation_checkpoint.early_stop")["mm"]
     assert plain < early < plain + 4 * 7, "the last product's result is not needed again"
-    operations = seen(pool, tmp_path, selective)["operations"]
     forward = [
-        n for name, n in operations.items() if "flash_attention" in name and "backward" not in name
+        n
+        for name, n in by_operation.items()
+        if "flash_attention" in name and "backward" not in name
     ]
     assert sum(forward) == 4, "attention is kept"
 
 
 def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
-    local = f"--training.local_batch_size={SAMPLES}"
-    run = trainer([*QUIET, *GPT2, local, "--model.overrides.dropout=0.5", *argv], folder)
+    run = trainer([*GPT2, WHOLE, "--model.overrides.dropout=0.5", *argv], folder)
     run.step = 1
-    mine = micro_batches(*ragged_batch(), run.rank_slice)
-    forward_backward(run, mine)
+    forward_backward(run, own_batches(run))
     gradient = run.parts[0].get_parameter("layers.0.attention.wq.weight").grad
     assert gradient is not None
     return gradient.clone()
@@ -324,74 +223,48 @@ def test_recompute_repeats_dropout_masks_unless_disabled(pool, tmp_path):
     def gradient(*argv: str) -> torch.Tensor:
         return pool.run(dropped_gradient, str(tmp_path), *argv, world=1)[0]
 
-    plain = gradient()
-    assert torch.equal(gradient("--activation_checkpoint.mode=full"), plain)
-    careless = gradient(
-        "--activation_checkpoint.mode=full", "--activation_checkpoint.no_preserve_rng_state"
-    )
+    plain, full = gradient(), f"{RECOMPUTED}full"
+    assert torch.equal(gradient(full), plain)
+    careless = gradient(full, "--activation_checkpoint.no_preserve_rng_state")
     assert not torch.allclose(careless, plain)
 
 
-def compiled(folder: str, name: str, *argv: str) -> tuple[set[str], list[int]]:
-    """Return what was compiled, and how many graphs each step after the first added."""
+def compiled(folder: str, name: str, *argv: str) -> set[str]:
+    """Return what a step compiles."""
     torch.compiler.reset()
     names: set[str] = set()
 
     def backend(graph, inputs):
         text = graph.print_readable(print_output=False)
-        names.add(
-            "loss"
-            if "cross_entropy" in text
-            else "block"
-            if "scaled_dot_product" in text
-            else "other"
-        )
+        kinds = {"cross_entropy": "loss", "scaled_dot_product": "block"}
+        names.add(next((kind for word, kind in kinds.items() if word in text), "other"))
         return graph.forward
 
     torch._dynamo.register_backend(backend, name=name)
-    run = trainer([*FOUR_LAYERS, "--training.steps=6", *argv], folder)
-    counts: list[int] = []
-    step = run.train_step
-
-    def counted() -> None:
-        step()
-        counts.append(compiled_graphs())
-
-    run.train_step = counted  # type: ignore[method-assign]
-    run.train()
-    return names, [later - earlier for earlier, later in zip(counts, counts[1:], strict=False)]
+    run = trainer([*FOUR_LAYERS, WHOLE, *argv], folder)
+    forward_backward(run, own_batches(run))
+    return names
 
 
-@pytest.mark.parametrize(
-    ("components", "expected"),
-    [("['model','loss']", {"block", "loss"}), ("['model']", {"block"}), ("['loss']", {"loss"})],
-)
-def test_compile_components_are_compiled_once(pool, tmp_path, components, expected):
-    name = "_".join(sorted(expected))
-    argv = ("--compile.enable", f"--compile.backend={name}", f"--compile.components={components}")
-    names, later = pool.run(compiled, str(tmp_path), name, *argv, world=2)[0]
-    assert names == expected and later == [0] * 5
+@pytest.mark.parametrize("kinds", sample(["block loss", "block", "loss", ""], ""))
+def test_components_are_compiled_as_set_and_nothing_by_default(pool, tmp_path, kinds):
+    name = "seen_" + kinds.replace(" ", "_")
+    components = kinds.replace("block", "model").split()
+    argv = ["--compile.enable", f"--compile.backend={name}", f"--compile.components={components}"]
+    found = pool.run(compiled, str(tmp_path), name, *(argv if kinds else []), world=1)
+    assert found == [{*kinds.split()}]
 
 
 def validated(folder: str) -> list[int]:
     """Return the number of graphs that each validation and the generation at the end added."""
     torch.compiler.reset()
     (Path(folder) / "text.txt").write_text("a few words, " * 19)
-    held_out = ["--validation.dataset=text", f"--validation.dataset_path={folder}/text.txt"]
-    validation = [
-        *held_out,
-        "--validation.enable",
-        "--validation.freq=2",
-        "--validation.local_batch_size=3",
-    ]
-    sample = ["--generate.at_end", "--generate.tokens=20"]
-    compiling = [
-        "--compile.enable",
-        "--compile.backend=aot_eager",
-        "--metrics.log_freq=1",
-        "--training.steps=6",
-    ]
-    run = trainer([*TINY, *compiling, *validation, *sample], folder)
+    words = (
+        f"--validation.dataset_path={folder}/text.txt --validation.enable --validation.freq=2 "
+        "--validation.local_batch_size=3 --generate.at_end --generate.tokens=20 "
+        "--metrics.log_freq=1 --training.steps=6"
+    )
+    run = trainer([*TINY, *COMPILED.split(), *words.split()], folder)
     added: list[int] = []
 
     def count(name: str) -> None:
@@ -419,12 +292,7 @@ def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
     at a time."""
     added = pool.run(validated, str(tmp_path), world=2)[0]
     assert added == [1, 0, 0, 0]
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["recompiles"] for record in records if "loss" in record] == [0] * 6
-
-
-def test_nothing_is_compiled_by_default(pool, tmp_path):
-    assert pool.run(compiled, str(tmp_path), "none", world=2)[0] == (set(), [0] * 5)
+    assert [each["recompiles"] for each in records(tmp_path) if "loss" in each] == [0] * 6
 
 
 def test_cluster_config_trains_on_one_rank(pool, tmp_path):
@@ -433,69 +301,35 @@ def test_cluster_config_trains_on_one_rank(pool, tmp_path):
     """
     options = [*TINY, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=4"]
     tuned = (
-        "fsdp_forward_prefetch=2 fsdp_backward_prefetch=2 fsdp_reshard_after_forward=8 "
-        "fsdp_blocks_per_group=2 fsdp_keep_whole=['norm.*'] defer_gradient_sync=true "
-        "disable_loss_parallel=true"
+        f"{PREFETCH} --parallelism.fsdp_backward_prefetch=2 {RESHARD}8 {GROUPED} {DEFERRED}true "
+        f"{KEPT}=['norm.*'] --parallelism.disable_loss_parallel=true"
     )
-    tuned_options = [*options, *(f"--parallelism.{key}" for key in tuned.split())]
-    plain = pool.run(run_to_end, options, str(tmp_path / "plain"), world=1)[0]
-    found = pool.run(run_to_end, tuned_options, str(tmp_path / "tuned"), world=1)[0]
-    assert any(
-        line.startswith("no effect on 1 rank: parallelism.fsdp_reshard_after_")
-        for line in found["start"]
+    plain, found = (
+        pool.run(run_to_end, [*options, *words.split()], str(tmp_path / name), world=1)[0]
+        for name, words in (("plain", ""), ("tuned", tuned))
     )
     told, plainly_told = (
-        [x for x in run["start"] if not x.startswith("no effect")] for run in (found, plain)
+        [line for line in run["start"] if not line.startswith("no effect")]
+        for run in (found, plain)
     )
     assert told == plainly_told
-    assert all(
-        torch.equal(found["weights"][name], weight) for name, weight in plain["weights"].items()
-    )
+    says(found["start"], "no effect on 1 rank: parallelism.fsdp_reshard_after_")
+    for name, weight in plain["weights"].items():
+        assert torch.equal(found["weights"][name], weight)
     assert "fsdp_forward_prefetch = 2" in (tmp_path / "tuned/config.toml").read_text()
 
 
-KEPT = "--parallelism.fsdp_keep_whole"
-
-
-def test_replicated_parameters_are_reduced_once_per_step(pool, tmp_path):
-    """The embedding's group has nothing left to gather; a block without its norms still gathers
-    once.
-    """
-    whole = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
-    found = seen(pool, tmp_path, whole, accumulation=3)["counts"]
-    groups = GROUPS - 1
-    assert found == {"gather 2": 3 * (2 * groups - 1), "scatter 2": 3 * groups, "all_reduce 2": 1}
-    replicated = "--parallelism.data_parallel_replicate_degree=2"
-    found = seen(pool, tmp_path, whole, replicated, world=4)["counts"]
-    assert found == {
-        "gather 2": 2 * groups - 1,
-        "scatter 2": groups,
-        "all_reduce 2": groups,
-        "all_reduce 4": 1,
-    }
-
-
-def test_contradictory_keep_whole_is_refused(pool, tmp_path):
-    kept = f"{KEPT}=['norm.*']"
-    with pytest.raises(ConfigError, match="one or the other"):
-        job([*TINY, kept, "--training.enable_cpu_offload"], 2)
-    for pattern, says in (
-        ("nothing.*", '"nothing.*" matches no parameter'),
-        ("*", "matches every parameter"),
-    ):
-        with pytest.raises(RankFailed, match=re.escape(says)):
+def test_patterns_that_keep_nothing_or_everything_whole_are_refused(pool, tmp_path):
+    for pattern, said in (("nothing.*", '"nothing.*" matches no'), ("*", "matches every")):
+        with refused(said, kind=RankFailed):
             pool.run(record, [*TINY, f"{KEPT}=['{pattern}']"], str(tmp_path), world=2)
 
 
 def saved_bytes(folder: str, *argv: str) -> int:
     """Return the bytes that a compiled forward pass keeps for its backward pass."""
     torch.compiler.reset()
-    local = f"--training.local_batch_size={SAMPLES}"
-    run = trainer(
-        [*FOUR_LAYERS, local, *FLOAT64, "--compile.enable", "--compile.backend=aot_eager", *argv],
-        folder,
-    )
-    (batch,) = micro_batches(*ragged_batch(), run.rank_slice)
+    run = trainer([*FOUR_LAYERS, WHOLE, *FLOAT64, *COMPILED.split(), *argv], folder)
+    (batch,) = own_batches(run)
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -513,30 +347,17 @@ def test_memory_budget_is_kept_and_ends_with_its_run(pool, tmp_path):
     def kept(*argv: str) -> int:
         return pool.run(saved_bytes, str(tmp_path), *argv, world=1)[0]
 
-    budget = "--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget"
-    sizes = [kept(budget[0], f"{budget[1]}={share}") for share in (0.0, 0.3, 0.6, 1.0)]
+    shares = [f"--activation_checkpoint.memory_budget={share}" for share in (0.0, 0.4, 1.0)]
+    sizes = [kept(f"{RECOMPUTED}memory_budget", share) for share in shares]
     assert sizes == sorted(set(sizes)), "a larger budget keeps more"
     assert sizes[-1] == kept(), "a whole budget keeps what no budget keeps"
 
 
-def test_memory_budget_without_compile_is_refused():
-    budget = [*TINY, "--activation_checkpoint.mode=memory_budget"]
-    for argv in ([], ["--compile.enable", "--compile.components=['loss']"]):
-        with pytest.raises(ConfigError, match="set compile.enable, with"):
-            job([*budget, *argv], 1)
-    with pytest.raises(ConfigError, match='use "inductor" or "aot_eager"'):
-        job([*budget, "--compile.enable", "--compile.backend=eager"], 1)
-
-
 def offload_policies(folder: str) -> set[str]:
-    """Return the policies by which FSDP2 moves parameters, after a step."""
-    run = trainer([*TINY, "--training.enable_cpu_offload", "--training.steps=1"], folder)
-    run.train()
-    groups = [
-        m._get_fsdp_state()._fsdp_param_group
-        for m in run.parts[0].modules()
-        if isinstance(m, FSDPModule)
-    ]
+    """Return the policies by which FSDP2 moves parameters."""
+    run = trainer([*TINY, OFFLOADED], folder)
+    modules = [module for module in run.parts[0].modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
     return {type(group.offload_policy).__name__ for group in groups if group}
 
 

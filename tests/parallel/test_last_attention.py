@@ -26,7 +26,7 @@ def in_two_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("last", "tokens"), [(1, 9), (8, 9), (6, 20), (10, 20)])
+@pytest.mark.parametrize(("last", "tokens"), [(1, 9), (10, 20)])
 def test_attention_in_two_parts_has_the_values_and_gradients_of_a_mask(last, tokens, compiled):
     q, k, v = inputs(last, tokens)
     mask = causal_rows(last, tokens, q.dtype, q.device)

@@ -1,5 +1,6 @@
 """Ranks that should hold the same values do, or the run stops before its first step."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -7,87 +8,85 @@ import torch
 
 import titanlite.train.trainer
 from tests.jobs import QUIET, TINY, trainer
-from tests.runs import train
+from tests.messages import refused, says
+from tests.parallel.rows import EVEN, HSDP, PP, TP, watching
+from tests.runs import run
 from titanlite.checkpoint import source
 from titanlite.errors import RunFailed
 from titanlite.parallel.replica_check import check_replicas, content_hash
 from titanlite.verify.pool import RankFailed
 
-REPLICATED = "--parallelism.data_parallel_replicate_degree="
+HSDP4 = HSDP.replace("=2", "=4")
+KEPT = "--parallelism.fsdp_keep_whole=['layers.1.attention.wq.*']"
+TIED = f"--model.overrides.tied {PP}"
+EMBEDDING = "tok_embeddings.weight on rank"
+START = "after initialization"
 
 
 def with_another_seed(argv: list[str], folder: str, odd: int) -> None:
     """Build a trainer where one rank has another seed."""
     agree_on_seed = titanlite.train.trainer.agree_on_seed
     rank = torch.distributed.get_rank()
-    titanlite.train.trainer.agree_on_seed = lambda configured: (
-        agree_on_seed(configured) + (rank == odd)
-    )
-    try:
+
+    def agree(configured: Any) -> int:
+        return agree_on_seed(configured) + (rank == odd)
+
+    with patch.object(titanlite.train.trainer, "agree_on_seed", agree):
         trainer(argv, folder)
-    finally:
-        titanlite.train.trainer.agree_on_seed = agree_on_seed
 
 
 @pytest.mark.parametrize(
-    ("world", "words", "says"),
+    ("world", "words", "odd", "said"),
     [
-        (2, REPLICATED + "2", "tok_embeddings.weight on rank 1 differs from rank 0"),
-        (4, REPLICATED + "4", "tok_embeddings.weight on rank 1 differs from rank 0, 2, 3"),
-        (4, REPLICATED + "2", "tok_embeddings.weight on rank 3 differs from rank 1"),
-        (
-            2,
-            "--parallelism.fsdp_keep_whole=['layers.1.attention.wq.*']",
-            "layers.1.attention.wq.weight on rank 1 differs from rank 0",
-        ),
+        (2, HSDP, 1, f"{EMBEDDING} 1 differs from rank 0"),
+        (2, KEPT, 1, "layers.1.attention.wq.weight on rank 1 differs from rank 0"),
+        (2, TIED, 1, f"{EMBEDDING} 1 differs from rank 0"),
+        (4, HSDP4, 1, f"{EMBEDDING} 1 differs from rank 0, 2, 3"),
+        (4, HSDP, 3, f"{EMBEDDING} 3 differs from rank 1"),
+        (4, f"{TP} {HSDP}", 1, f"{EMBEDDING} 3 differs from rank 1"),
+        (2, TIED, -1, ""),
+        (2, "", 1, ""),
+        (4, TP, -1, ""),
     ],
-    ids=["two replicas", "four replicas", "hsdp", "replicated"],
+    ids=str,
 )
-def test_rank_with_another_seed_is_named_with_the_parameter(pool, tmp_path, world, words, says):
-    odd = 3 if "rank 3 differs" in says else 1
-    with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
-        pool.run(with_another_seed, [*TINY, words], str(tmp_path), odd, world=world)
-
-
-def test_a_tied_weight_that_differs_between_stages_is_named(pool, tmp_path):
-    argv = [*TINY, "--model.overrides.tied", "--parallelism.pipeline_parallel_degree=2"]
-    pool.run(with_another_seed, argv, str(tmp_path), -1, world=2)
-    says = "tok_embeddings.weight on rank 1 differs from rank 0"
-    with pytest.raises(RankFailed, match=f"replicas out of sync after initialization: {says}"):
-        pool.run(with_another_seed, argv, str(tmp_path), 1, world=2)
+def test_a_replica_with_another_seed_is_named_with_the_parameter(
+    pool, tmp_path, world, words, odd, said
+):
+    """Shards that no rank has too are not compared."""
+    argv = [*EVEN, *words.split()]
+    if not said:
+        pool.run(with_another_seed, argv, str(tmp_path), odd, world=world)
+        return
+    with refused(START, said, kind=RankFailed):
+        pool.run(with_another_seed, argv, str(tmp_path), odd, world=world)
 
 
 def bytes_compared(argv: list[str], folder: str) -> int:
     """Return the bytes that a check sends along the dimensions of the mesh."""
     run = trainer(argv, folder)
-    sent, reduce = [], torch.distributed.all_reduce
+    sent = list[int]()
 
-    def counted(tensor: torch.Tensor, *args) -> None:
-        sent.append(tensor.nbytes)
-        reduce(tensor, *args)
+    def see(_: str, args: tuple[Any, ...], __: Any) -> None:
+        sent.append(args[0].nbytes)
 
-    with patch.object(torch.distributed, "all_reduce", counted):
+    with watching(torch.distributed, ["all_reduce"], see):
         check_replicas(run.parts, "", run.report.context, run.runner.optimizer)
     return sum(sent)
 
 
+@pytest.mark.parametrize(
+    ("world", "words", "tensors", "dimensions"),
+    [(2, [], 1, 1), (2, [HSDP], 22, 1), (4, [], 1, 1), (4, [HSDP], 22, 2), (4, [HSDP4], 22, 1)],
+)
 def test_what_is_compared_does_not_grow_with_the_ranks_and_sharded_weights_are_left_out(
-    pool, tmp_path
+    pool, tmp_path, world, words, tensors, dimensions
 ):
-    """32 bytes for each tensor that ranks have in common, and 8 for the verdict."""
-    one_buffer = 32 + 8  # the turns of RoPE
-    for world in (2, 4):
-        assert pool.run(bytes_compared, TINY, str(tmp_path), world=world) == [one_buffer] * world
-    weights = 32 * 21
-    for replicas, world in ((2, 2), (2, 4), (4, 4)):
-        argv = [*TINY, f"{REPLICATED}{replicas}"]
-        found = pool.run(bytes_compared, argv, str(tmp_path), world=world)
-        dimensions = 1 + (world > replicas)
-        assert found == [dimensions * (weights + 32) + 8] * world
-
-
-def test_unreplicated_shards_are_not_compared(pool, tmp_path):
-    pool.run(with_another_seed, TINY, str(tmp_path), 1, world=2)
+    """32 bytes for each tensor that ranks have in common, and 8 for the verdict; a buffer, the
+    turns of RoPE, is one that all have.
+    """
+    found = pool.run(bytes_compared, [*TINY, *words], str(tmp_path), world=world)
+    assert found == [32 * tensors * dimensions + 8] * world
 
 
 def spoiled(argv: list[str], folder: str, name: str) -> str:
@@ -96,32 +95,19 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
     """
     run = trainer(argv, folder)
     model = run.parts[0]
-    before = [content_hash(tensor) for tensor in model.buffers()]
     check_replicas([model], "before", run.report.context)
-    assert before == [content_hash(tensor) for tensor in model.buffers()]
-    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
+    tensor = dict(model.named_buffers())[name]
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
             tensor.view(-1)[-1].mul_(1 + 1e-6)
-    try:
+    with pytest.raises(RunFailed) as error:
         check_replicas([model], "after loading", run.report.context)
-    except RunFailed as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
     for message in pool.run(spoiled, TINY, str(tmp_path), "rope.turns", world=3):
-        assert message.startswith(
-            "replicas out of sync after loading: rope.turns on rank 1 differs from rank 0, 2"
-        )
-
-
-def test_replicas_over_tensor_parallel_ranks_are_compared(pool, tmp_path):
-    argv = [*TINY, "--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
-    pool.run(with_another_seed, argv, str(tmp_path), -1, world=4)
-    with pytest.raises(RankFailed, match="replicas out of sync"):
-        pool.run(with_another_seed, [*argv, REPLICATED + "2"], str(tmp_path), 1, world=4)
+        says(message, "after loading", "rope.turns on rank 1 differs from rank 0, 2")
 
 
 def test_hash_depends_on_values_and_order():
@@ -140,9 +126,8 @@ def test_hash_depends_on_values_and_order():
 @pytest.mark.long
 def test_run_with_a_differing_rank_ends_before_its_first_step(tmp_path):
     argv = [*QUIET, "--model.package=odd", "--model.name=odd", "--model.flavor=small"]
-    code, out = train(argv, tmp_path, NGPU="2")
-    assert code == 1
-    assert "replicas out of sync after initialization: table on rank 1 differs from rank 0" in out
+    out = run(argv, tmp_path, ranks=2, code=1).out
+    says(out, START, "table on rank 1 differs from rank 0")
     assert "step:" not in out and "Traceback" not in out
 
 
@@ -170,7 +155,5 @@ def load_differently(argv: list[str], folder: str, name: str) -> None:
     ],
 )
 def test_differing_load_on_one_rank_ends_the_run(pool, tmp_path, name, reported):
-    with pytest.raises(
-        RankFailed, match=f"after loading: {reported} on rank 1 differs from rank 0"
-    ):
-        pool.run(load_differently, [*TINY, REPLICATED + "2"], str(tmp_path), name, world=2)
+    with refused("after loading", f"{reported} on rank 1 differs", kind=RankFailed):
+        pool.run(load_differently, [*TINY, HSDP], str(tmp_path), name, world=2)

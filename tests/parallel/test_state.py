@@ -1,0 +1,250 @@
+"""What ranks of any mesh save, load, resume and export is what one process does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite
+from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
+from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
+from tests.checkpoint.test_huggingface import exported
+from tests.checkpoint.test_load import refused
+from tests.jobs import MOE, TINY, trainer
+from tests.lanes import sample
+from tests.messages import says
+from tests.parallel.rows import (
+    CP,
+    EP,
+    EP4,
+    EVEN,
+    FREEZE,
+    GPT2,
+    HSDP,
+    INTERLEAVED,
+    PP,
+    PP4,
+    TP,
+    ZBV,
+    Row,
+    numbers,
+    watching,
+)
+from tests.runs import descendants, finish, start, wait_for
+from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.manifest import read_manifest, read_state
+from titanlite.cli import main
+from titanlite.train.trainer import Trainer
+
+SAVES = SAVING[len(TINY) :]
+NARROW = "--optimizer.state_dtype=bfloat16"
+DROPOUT, DEEP = "--model.overrides.dropout=0.2", "--model.overrides.n_layers=4"
+FOUR_SAMPLES = "--training.local_batch_size=4"
+TIE = "tok_embeddings.weight"
+MODELS = {"gpt2": [*GPT2, DROPOUT], "llama": [*EVEN, DEEP]}
+RESUMED = {
+    "stages": Row("gpt2", 2, PP),
+    "cp": Row("gpt2", 2, CP),
+    "stages, tp": Row("gpt2", 4, f"{PP} {TP} {NARROW} {FREEZE}['layers.1.*']"),
+    "stages in a V": Row("llama", 4, f"{PP} {ZBV} {NARROW} --checkpoint.async_mode=disabled"),
+}
+
+
+@pytest.mark.parametrize("name", sample(RESUMED, "stages"))
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, name):
+    """With dropout in GPT-2, which also has the same embedding on its first and last stage."""
+    row = RESUMED[name]
+    argv = [*MODELS[row.model], *SAVES, FOUR_SAMPLES, "--training.steps=4", *row.words.split()]
+    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=row.ranks)
+    pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=row.ranks)
+    cut = pool.run(run_until, argv, str(tmp_path / "cut"), world=row.ranks)
+    assert cut[0]["begun"] == 3
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "straight")
+    states = [joined([rank["state"] for rank in ranks]) for ranks in (cut, straight)]
+    assert states[0] == states[1]
+    tied = {f"model.{TIE}", f"optimizer.{TIE}.exp_avg"}
+    assert all(rank["state"].keys() >= tied for rank in cut) == (row.model == "gpt2")
+
+
+CHANGES = {  # ranks, the step that the run stops after, words
+    "stages": (GPT2, [(4, 2, [PP]), (2, 5, []), (4, 6, [PP, TP]), (1, None, [])]),
+    "experts": (MOE, [(4, 2, [EP]), (2, 4, [EP, TP]), (1, None, [])]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path, name):
+    model, meshes = CHANGES[name]
+    argv = [*model, *SAVES, "--training.steps=8", "--training.global_batch_size=8", FOUR_SAMPLES]
+    argv += ["--model.overrides.dropout=0.0"] * (model is GPT2)
+    pool.run(run_until, argv, str(tmp_path / "one"), world=1)
+    begun = []
+    for world, stop, words in meshes:
+        sizes = ["--training.local_batch_size=1"] * (PP not in words)
+        now = [*argv, *words, *sizes]
+        ranks = pool.run(run_until, now, str(tmp_path / "many"), stop, world=world)
+        begun.append(ranks[0]["begun"])
+    assert begun == [0, *(stop for _, stop, _ in meshes if stop)]
+    one, many = numbers(tmp_path / "one"), numbers(tmp_path / "many")
+    assert len(one) == 8 and many == [pytest.approx(pair, rel=1e-4) for pair in one]
+
+
+STAGES = {
+    "pp2dp2": (4, [PP]),
+    "pp4": (4, [PP4]),
+    "pp2 interleaved": (2, [PP, INTERLEAVED]),
+    "cp2tp2": (4, [CP, TP]),
+}
+EXPERTS = {
+    "ep4": (4, [EP4]),
+    "ep2 of dp4": (4, [EP]),
+    "ep2 over dp2tp2": (4, [EP, TP]),
+    "replicate2tp2": (4, [HSDP, TP]),
+    "pp2 x ep2": (4, [PP, EP]),
+    "dp3": (3, []),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [([*GPT2, DEEP, FOUR_SAMPLES], STAGES), ([*MOE, "--model.overrides.experts=12"], EXPERTS)],
+    ids=["stages", "experts"],
+)
+def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, model, layouts):
+    """Expert weights are split on dimension 0 by ep, and strided by FSDP2."""
+    layouts = {name: LAYOUTS[name] for name in ("one", "dp2tp2")} | layouts
+    assert save_and_load_everywhere(pool, tmp_path, layouts, model) == []
+
+
+class DropoutInBlocks(Trainer):
+    def _build_model(self) -> None:
+        super()._build_model()
+        for part in self.parts:
+            part.dropout = torch.nn.Identity()
+
+
+def log_of_a_start(argv: list[str], folder: str, kind: type[Trainer] = Trainer) -> list[str]:
+    log, lines = keeping_log()
+    trainer(argv, folder, log, kind)
+    return lines
+
+
+@pytest.mark.long
+def test_a_change_of_dropout_masks_in_later_stages_is_in_the_log_of_all_ranks(pool, tmp_path):
+    """The first stage has no block."""
+    stages = "[['tok_embeddings','pos_embeddings'],['layers.0','layers.1','norm','output']]"
+    argv = [*GPT2, *SAVES, DROPOUT, PP, f"--parallelism.module_fqns_per_model_part={stages}"]
+    argv.append(FOUR_SAMPLES)
+    pool.run(run_until, [*argv, "--training.steps=1"], str(tmp_path), world=2)
+    changed = [*argv, "--training.steps=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
+    for lines in pool.run(log_of_a_start, changed, str(tmp_path), DropoutInBlocks, world=2):
+        assert any(line.startswith("dropout masks") for line in lines)
+
+
+def loaded(argv: list[str], folder: str) -> dict[str, Any]:
+    return digests(trainer(argv, folder))
+
+
+def counted_export(argv: list[str], folder: str) -> int:
+    """Export; return how many elements this rank sent to another."""
+    sent = list[int]()
+
+    def see(_: str, args: tuple[Any, ...], __: Any) -> None:
+        sent.append(args[0].numel())
+
+    with watching(dist, ["send"], see):
+        exported(argv, folder, "bfloat16")
+    return sum(sent)
+
+
+@pytest.mark.long
+def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(pool, tmp_path):
+    """A tensor is sent at most once: from its stage to the rank that writes it."""
+    argv = [*GPT2, PP]
+    pool.run(exported, GPT2, str(tmp_path / "one"), "bfloat16", world=1)
+    sent = pool.run(counted_export, argv, str(tmp_path / "stages"), world=4)
+    one, stages = (
+        {p.name: p.read_bytes() for p in (tmp_path / n / "out").iterdir()}
+        for n in ("one", "stages")
+    )
+    assert one == stages and len(one) > 6
+    tensors = sum(len(content) for name, content in one.items() if name.endswith("safetensors"))
+    assert 0 < 2 * sum(sent) < tensors
+    path = f"--checkpoint.initial_load_path={tmp_path}/one/out"
+    argv += ["--checkpoint.initial_load_in_hf", path]
+    states = pool.run(loaded, argv, str(tmp_path / "from_hf"), world=4)
+    whole = pool.run(loaded, [*GPT2, *argv[-2:]], str(tmp_path / "whole"), world=1)[0]
+    assert joined(states) == whole
+
+
+@pytest.mark.long
+def test_the_room_that_checkpoints_of_stages_need_is_that_of_the_whole_model(pool, tmp_path):
+    argv, sizes = [*EVEN, *SAVES, "--checkpoint.keep_latest_k=1000000000"], set[str]()
+    for world, words in ((1, []), (2, [PP])):
+        folder = str(tmp_path / str(world))
+        lines = pool.run(log_of_a_start, [*argv, *words], folder, world=world)[0]
+        (warning,) = [line for line in lines if "room for" in line]
+        sizes |= {*re.findall(r"more checkpoints of (.*);", warning)}
+    assert len(sizes) == 1
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(pool, tmp_path):
+    pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
+    source, wider = str(tmp_path / "checkpoint"), [*GPT2, PP, "--model.overrides.n_layers=3"]
+    for message, untouched in pool.run(refused, wider, str(tmp_path), source, [], world=2):
+        says(message, "model.layers.2.attention.wq.weight", "not in the checkpoint")
+        assert untouched
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0])
+def test_a_killed_rank_of_any_stage_is_named(tmp_path, rank):
+    process = start([*EVEN, PP, "--training.steps=100000"], tmp_path, NGPU="2")
+    wait_for(tmp_path / "metrics.jsonl", process)
+    mark = f"\0RANK={rank}\0"
+    environs = {p: Path(f"/proc/{p}/environ").read_text() for p in descendants(process.pid)}
+    os.kill(next(p for p, environ in environs.items() if mark in environ), signal.SIGKILL)
+    code, out = finish(process)
+    assert code == 1 and re.findall(r"rank (\d) on .* failed first", out) == [f"{rank}"]
+    says(out, "SIGKILL")
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_stages_is_a_model_in_one_process(pool, tmp_path, capsys):
+    """For `titanlite.load` and all commands, which see no stages. Weights alone are saved, and
+    loaded by stages.
+    """
+    argv = [*GPT2, *SAVES, PP, "--training.steps=1", "--checkpoint.last_save_model_only"]
+    ranks = pool.run(run_until, argv, str(tmp_path / "run"), world=4)
+    state = joined([rank["state"] for rank in ranks])
+    saved = {name: digest for name, digest in state.items() if name.startswith("model.")}
+    folder = tmp_path / "run/checkpoint/step-1"
+    tensors = load_tensors(folder)
+    assert tensors.keys() == saved.keys() and read_state(folder)["numbers"] == {}
+    again = [*GPT2, PP, "--debug.seed=5", f"--checkpoint.initial_load_path={folder}"]
+    found = joined(pool.run(loaded, again, str(tmp_path / "next"), world=2))
+    assert {name: found[name] for name in saved} == saved
+    model, _ = titanlite.load(folder)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, tensors[f"model.{name}"]), name
+    placements = {entry.placement for entry in read_manifest(folder).tensors.values()}
+    assert placements == {"dim 0 over dp_shard"}
+    for words in (
+        ["checkpoint", "verify", folder],
+        ["checkpoint", "show", folder],
+        ["checkpoint", "export", folder, tmp_path / "hf"],
+        ["generate", "--checkpoint", folder, "--generate.tokens", "3"],
+        ["checkpoint", "diff", folder, folder],
+    ):
+        assert main([str(word) for word in words]) == 0
+    says(capsys.readouterr().out, "layers.1.")
