@@ -459,7 +459,14 @@ def tasks(
 ) -> list[tuple[int, str]]:
     """Start two tasks, as a scheduler does; return their codes and what they printed."""
     started = [
-        start(argv, folder, "titanlite.train", **dict.fromkeys(names, rank), **variables)
+        start(
+            argv,
+            folder,
+            "titanlite.train",
+            real="a scheduler starts interpreters",
+            **dict.fromkeys(names, rank),
+            **variables,
+        )
         for rank in "01"
     ]
     return [finish(task) for task in started]
@@ -492,7 +499,7 @@ def test_srun_can_start_workers(tmp_path):
     }
     argv = [*TINY, "--lr_scheduler.warmup_steps=5"]
     (code, out), second = tasks(argv, tmp_path, ("SLURM_PROCID", "SLURM_LOCALID"), **variables)
-    assert code == 0 and second == (0, "")
+    assert code == second[0] == 0
     says(out, "lr_scheduler.warmup_steps = 5", "step 3 reached")
     assert out.endswith(f"report {tmp_path}\n"), "all that the launcher says"
     trained(tmp_path)
@@ -504,7 +511,7 @@ def test_a_rank_whose_launcher_was_killed_at_once_does_not_wait_for_the_others(t
     words = [sys.executable, "-m", "titanlite.train", *TINY, f"--job.dump_folder={tmp_path}"]
     line = f"{shlex.join(words)} > /dev/null 2>&1 & echo $!"
     pid = int(shell(line, **others, **{LAUNCHED: "12345"}).stdout)
-    assert left_over([pid], time.monotonic() + 60) == [], "it waits"
+    assert left_over([pid], time.monotonic() + 200) == [], "it waits"
 
 
 # ---------------------------------------------------------------- commands
