@@ -69,6 +69,7 @@ def normalized(text: str, folder: Path) -> str:
         r"(?<![A-Za-z\d])\d+(?:[-_.,:]\d+)*(?:e[+-]\d+)?": "N",
         r"[KMGT]iB": "iB",
         r"(?<=\S) {2,}": "  ",
+        r"(?m)^step: +": "step: ",  # as wide as the last one
         "step lost": "steps lost",
     }.items():
         text = re.sub(pattern, instead, text)
