@@ -63,8 +63,9 @@ class OneThread(dist.ProcessGroupGloo):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
     ) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface="lo")]
         options._threads, options._timeout = 1, timeout
         super().__init__(store, rank, size, options)
 

@@ -139,14 +139,13 @@ class _Gloo(dist.ProcessGroupGloo):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
     ) -> None:
-        create = dist.ProcessGroupGloo.create_device
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-        options: Any = dist.ProcessGroupGloo._Options()
-        options._devices = (
-            [create(interface=name) for name in interfaces.split(",")]
-            if interfaces
-            else [dist.ProcessGroupGloo.create_default_device()]
-        )
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the names
+        options = gloo._Options()
+        if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+            names = interfaces.split(",")
+            options._devices = [gloo.create_device(interface=name) for name in names]
+        else:
+            options._devices = [gloo.create_default_device()]
         options._threads, options._timeout = 1, timeout
         super().__init__(store, rank, size, options)
 
