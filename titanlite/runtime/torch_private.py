@@ -134,19 +134,24 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 class _Gloo(dist.ProcessGroupGloo):
-    """A gloo group with one thread, of the usual two."""
+    """A gloo group with one thread, of the usual two, and with the devices of all others: each has a
+    thread that polls a hundred times a second, also after its group has ended.
+    """
+
+    devices: list[Any] = []
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
     ) -> None:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the names
+        if not self.devices:
+            if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+                names = interfaces.split(",")
+                self.devices += [gloo.create_device(interface=name) for name in names]
+            else:
+                self.devices.append(gloo.create_default_device())
         options = gloo._Options()
-        if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
-            names = interfaces.split(",")
-            options._devices = [gloo.create_device(interface=name) for name in names]
-        else:
-            options._devices = [gloo.create_default_device()]
-        options._threads, options._timeout = 1, timeout
+        options._devices, options._threads, options._timeout = self.devices, 1, timeout
         super().__init__(store, rank, size, options)
 
 
