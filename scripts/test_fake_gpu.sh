@@ -8,4 +8,4 @@ if [ "${1:-}" = --compile ]; then
     export TITANLITE_TEST_COMPILE=1
     shift
 fi
-exec "$here/scripts/test.sh" "$here/tests/gpu" "$@"
+exec "$here/scripts/test.sh" "$here/tests/gpu" --all "$@"

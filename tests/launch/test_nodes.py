@@ -12,7 +12,6 @@ import pytest
 
 from tests.jobs import TINY
 from tests.launch.nodes import cluster, outputs, start_nodes
-from tests.launch.nodes import free_port as free_port  # of tools/test_doctor.py
 from tests.messages import refused, says
 from tests.runs import environment, finish, records, start
 from titanlite.cli import main

@@ -194,7 +194,7 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     unset ones.
     """
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores() // processes)),
+        THREADS: str(max(1, cores() // processes)),
         "PYTHONUNBUFFERED": "1",
         # what a stopped loader leaves, the system frees
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
@@ -206,6 +206,7 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     }
 
 
+THREADS = "OMP_NUM_THREADS"
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable that lets torch count GPUs without the driver, which survives no fork."""
 ONLY_IMPORTS = {ASK_NVML: "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -218,9 +219,9 @@ def prepare_imports(nodes: Nodes, processes: int, environ: MutableMapping[str, s
     the variables that they should not have.
     """
     set_defaults(environ)
-    for name, value in worker_environment(nodes, processes, environ).items():
-        if name != LAUNCHED:
-            environ[name] = value
+    threads = worker_environment(nodes, processes, environ).get(THREADS)
+    if threads:
+        environ[THREADS] = threads
     own = {name for name in ONLY_IMPORTS if name not in environ}
     environ.update((name, ONLY_IMPORTS[name]) for name in own)
     return own

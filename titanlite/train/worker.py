@@ -68,7 +68,7 @@ def main(
             task(job, rank, environ)
             return OK
         stop = Stop(job.config, rank, environ)
-        return run(job, rank, device, stop, prepared)
+        return run(job, rank, device, environ, stop, prepared)
     except BaseException as error:
         error = _in_one_line(error)
         if isinstance(error, UserError):
@@ -120,10 +120,14 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def run(
-    job: Job, rank: RankInfo, device: torch.device, stop: Stop, prepared: Prepared | None
+    job: Job,
+    rank: RankInfo,
+    device: torch.device,
+    environ: dict[str, str],
+    stop: Stop,
+    prepared: Prepared | None,
 ) -> int:
     """Train a valid job on this rank; return its exit code."""
-    environ = dict(os.environ)
     config, folder = job.config, Path(job.config.job.dump_folder)
     # Otherwise nothing can be saved, and a signal ends this rank at once.
     if config.checkpoint.enable:
