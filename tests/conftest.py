@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 sys.path.insert(
     0, str(Path(__file__).parent / "outside")
@@ -61,6 +62,7 @@ def _leaves_no_run() -> Iterator[None]:
     since = len(runs.STARTED)
     yield
     runs.kill_started(since)
+    assert not dist.is_initialized(), "it leaves a process group to the tests that follow"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
