@@ -201,21 +201,23 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "fault.spike_window fault.on_spike fault.rollback_budget",
     "parallel/float8/test_converters.py": "model.converters quantize.linear.float8.filter_fqns",
     "parallel/float8/test_float8.py": "quantize.linear.float8.enable "
-    "quantize.linear.float8.recipe_name quantize.linear.float8.emulate "
+    "quantize.linear.float8.recipe_name "
     "quantize.linear.float8.enable_fsdp_float8_all_gather "
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    "parallel/test_active.py": "parallelism.data_parallel_replicate_degree "
-    "parallelism.fsdp_forward_prefetch parallelism.fsdp_backward_prefetch "
+    "parallel/float8/jobs.py": "quantize.linear.float8.emulate",
+    "parallel/rows.py": "parallelism.data_parallel_replicate_degree "
+    "parallelism.context_parallel_rotate_method parallelism.tensor_parallel_degree "
+    "parallelism.expert_parallel_degree parallelism.defer_gradient_sync",
+    "parallel/test_active.py": "parallelism.fsdp_forward_prefetch parallelism.fsdp_backward_prefetch "
     "parallelism.fsdp_reshard_after_forward parallelism.fsdp_blocks_per_group "
-    "parallelism.fsdp_keep_whole parallelism.defer_gradient_sync training.enable_cpu_offload "
+    "parallelism.fsdp_keep_whole training.enable_cpu_offload "
     "activation_checkpoint.mode activation_checkpoint.selective_ac_option "
     "activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state "
     "activation_checkpoint.memory_budget compile.enable compile.components compile.backend",
     "parallel/test_context.py": "parallelism.context_parallel_degree "
-    "parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method",
-    "parallel/test_expert.py": "parallelism.expert_parallel_degree debug.moe_force_load_balance",
-    "parallel/test_tensor.py": "parallelism.tensor_parallel_degree "
-    "parallelism.disable_loss_parallel parallelism.enable_async_tensor_parallel",
+    "parallelism.context_parallel_load_balancer",
+    "parallel/test_expert.py": "debug.moe_force_load_balance",
+    "parallel/test_tensor.py": "parallelism.disable_loss_parallel parallelism.enable_async_tensor_parallel",
     "runtime/test_distributed.py": "comm.trace_buf_size comm.save_traces_folder",
     "stores/test_bucket.py": "checkpoint.upload_parallel checkpoint.part_mib "
     "checkpoint.stall_timeout_seconds",
