@@ -208,7 +208,8 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallel/rows.py": "parallelism.data_parallel_replicate_degree "
     "parallelism.context_parallel_rotate_method parallelism.tensor_parallel_degree "
     "parallelism.expert_parallel_degree parallelism.defer_gradient_sync",
-    "parallel/test_active.py": "parallelism.fsdp_forward_prefetch parallelism.fsdp_backward_prefetch "
+    "parallel/test_active.py": "parallelism.fsdp_forward_prefetch "
+    "parallelism.fsdp_backward_prefetch "
     "parallelism.fsdp_reshard_after_forward parallelism.fsdp_blocks_per_group "
     "parallelism.fsdp_keep_whole training.enable_cpu_offload "
     "activation_checkpoint.mode activation_checkpoint.selective_ac_option "
@@ -217,7 +218,8 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallel/test_context.py": "parallelism.context_parallel_degree "
     "parallelism.context_parallel_load_balancer",
     "parallel/test_expert.py": "debug.moe_force_load_balance",
-    "parallel/test_tensor.py": "parallelism.disable_loss_parallel parallelism.enable_async_tensor_parallel",
+    "parallel/test_tensor.py": "parallelism.disable_loss_parallel "
+    "parallelism.enable_async_tensor_parallel",
     "runtime/test_distributed.py": "comm.trace_buf_size comm.save_traces_folder",
     "stores/test_bucket.py": "checkpoint.upload_parallel checkpoint.part_mib "
     "checkpoint.stall_timeout_seconds",
