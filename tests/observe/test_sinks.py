@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.checkpoint.saved import keeping_log
@@ -226,6 +227,8 @@ def test_a_missing_package_is_an_error_before_any_worker_starts_and_in_one_witho
     monkeypatch.setitem(sys.modules, "wandb", None)
     folder = tmp_path / "out"
     assert start([*TINY, "--metrics.enable_wandb", f"--job.dump_folder={folder}"]) == 2
+    if dist.is_initialized():  # a worker ends with its group
+        dist.destroy_process_group()
     printed = "".join(capfd.readouterr())
     says(printed, 'metrics.sinks = "wandb": ', f"{sys.executable} -m pip install wandb")
     assert "Traceback" not in printed
