@@ -14,4 +14,4 @@ fi
 "$python" -m ruff format --check .
 "$python" -m pyrefly check --output-format min-text
 # Several files at a time, with one pool of ranks each: tests wait, too.
-exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -56,7 +56,8 @@ def folder(tmp_path_factory) -> Path:
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
     argv = [*TINY, "--training.dataset=c4", "--training.dataset_path=", "--model.hf_assets_path="]
     hub = "http://127.0.0.1:9"
-    offline = run(argv, tmp_path / "run", ranks=2, code=2, HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
+    variables = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "real": "they are read by an import"}
+    offline = run(argv, tmp_path / "run", ranks=2, code=2, **variables)
     assert len(offline.out.splitlines()) == 2 and not offline.folder.exists()
     says(offline.out, 'training.dataset = "c4"', hub, "training.dataset_path")
 

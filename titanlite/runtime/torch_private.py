@@ -144,14 +144,17 @@ class _Gloo(dist.ProcessGroupGloo):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
     ) -> None:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the names
-        if not self.devices:
+        # A device that connects late serves one group: two of a second group would wait forever.
+        connects_late = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"
+        devices = [] if connects_late else self.devices
+        if not devices:
             if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
                 names = interfaces.split(",")
-                self.devices += [gloo.create_device(interface=name) for name in names]
+                devices += [gloo.create_device(interface=name) for name in names]
             else:
-                self.devices.append(gloo.create_default_device())
+                devices.append(gloo.create_default_device())
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = self.devices, 1, timeout
+        options._devices, options._threads, options._timeout = devices, 1, timeout
         super().__init__(store, rank, size, options)
 
 

@@ -46,8 +46,8 @@ def main(
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
         launcher = environ.pop(LAUNCHED, "")  # inherited, such as by torchrun in a launched run
-        if launcher and os.getppid() == 1:  # or it was killed before this rank came so far
-            return FAILED
+        if launcher and not Path(f"/proc/{launcher}").exists() and Path("/proc/self").exists():
+            return FAILED  # it was killed before this rank came so far
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
         # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's
