@@ -15,4 +15,4 @@ if [ "$(cat "$venv/complete" 2>/dev/null)" != "$here $(cksum <pyproject.toml)" ]
     "$venv/bin/pip" install --quiet --disable-pip-version-check -e ".[recipes]" >&2
     echo "$here $(cksum <pyproject.toml)" >"$venv/complete"
 fi
-PATH=$venv/bin:$PATH exec "$venv/bin/python" -m pytest -n 0 tests/recipes "$@"
+PATH=$venv/bin:$PATH exec "$venv/bin/python" -m pytest -n 0 tests/recipes --all "$@"
