@@ -5,7 +5,7 @@
 # scripts/nightly.txt is the record of the last run: it is committed.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$here"
+cd "$here" || exit
 . scripts/python.sh
 python=$("$python" scripts/environment.py --browser) || exit 2
 minutes=${1:-20}
@@ -26,7 +26,9 @@ step() {  # NAME COMMAND …
         "$(grep -v '^ *$' "$logs/$name.log" | grep -v 'processor seconds' | tail -n 1 | cut -c 1-100)" | tee -a "$record"
 }
 
-from_wheel() {  # with no package that is not declared
+# With no package that is not declared; called by its name.
+# shellcheck disable=SC2329
+from_wheel() {
     "$python" -m build --outdir "$logs/dist" . && "$python" -m venv "$logs/venv" &&
         "$logs/venv/bin/pip" install --quiet --disable-pip-version-check "$logs"/dist/*.whl &&
         (cd "$logs" && venv/bin/titanlite train --config debug.toml --training.steps 2)
