@@ -33,7 +33,9 @@ AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "MALLOC_", "
 
 def at_start(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a fork cannot change."""
-    return {name: value for name, value in environ.items() if name.startswith(AT_START)}
+    found = {name: value for name, value in environ.items() if name.startswith(AT_START)}
+    found.pop("PYTHONWARNINGS", None)  # of other processes, that report what a loader left
+    return found
 
 
 class Server:

@@ -63,7 +63,7 @@ def test_what_is_written_follows_the_umask(tool, tmp_path):
     plain = ("--format", "safetensors")
     before = os.umask(0o027)
     try:
-        start_run(argv, folder)
+        start_run(argv, folder, real="a fork has the umask of its server")
         text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
         tool("checkpoint export", folder, tmp_path / "hf")
         tool("checkpoint export", folder, tmp_path / "plain", *plain)
