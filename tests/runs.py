@@ -157,10 +157,6 @@ def command(*words: object, real: str = "", **environ: str) -> tuple[int, str]:
     return finish(popen(argv, real, stdout=subprocess.PIPE, env=environment(**environ)))
 
 
-def train(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
-    return finish(start(argv, folder, **environ))
-
-
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -134,8 +134,9 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 class _Gloo(dist.ProcessGroupGloo):
-    """A gloo group with one thread, of the usual two, and with the devices of all others: a device
-    has a thread that polls a hundred times a second, also after its group has ended.
+    """A gloo group with one thread, of the usual two, and, unless it connects late, with the
+    devices of all others: a device has a thread that polls a hundred times a second, also after
+    its group has ended.
     """
 
     devices: list[Any] = []
