@@ -34,9 +34,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests import runs  # noqa: E402
 from tests.spent import processor_seconds  # noqa: E402
-from titanlite.verify.pool import INDUCTOR_MODULE, Pool  # noqa: E402
+from tests.worker import PRELOAD, fork_workers  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
-PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 LEFT_OUT = pytest.StashKey[int]()
 SPENT = pytest.StashKey[Counter[str]]()
 """Processor seconds by file, of all processes."""
@@ -80,7 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     named = config.args and all("::" in argument for argument in config.args)
     lanes = option.all, option.nightly, bool(named)
-    config.stash[LANES] = getattr(config, "workerinput", {}).get(NAME, lanes)
+    worker = getattr(config, "workerinput", {})
+    config.stash[LANES] = worker.get(NAME, lanes)
+    if getattr(option, "tx", None) and not worker and sys.platform == "linux":
+        fork_workers()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,21 +39,28 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Server:
-    """The process that is forked; it ends with this one."""
+    """A process that is forked, and ends with this one."""
 
-    def __init__(self, environ: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, environ: Mapping[str, str], requests: socket.socket, pid: int) -> None:
         self.environ = at_start(environ)
-        forks.adopt_orphans()
-        self.requests, theirs = forks.socket_pair()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
-            env=environ,
-            cwd=folder,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        atexit.register(self.process.kill)
+        self.requests = requests
+        self.pid = pid
+
+
+def start_server(environ: Mapping[str, str], folder: Path) -> Server:
+    """Start an interpreter that imports all of it."""
+    forks.adopt_orphans()
+    requests, theirs = forks.socket_pair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
+        env=environ,
+        cwd=folder,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    atexit.register(process.kill)
+    return Server(environ, requests, process.pid)
 
 
 class Forked(subprocess.Popen):
@@ -78,12 +85,10 @@ class Forked(subprocess.Popen):
         self._close_pipe_fds(*pipes)
 
 
-def main() -> None:
-    """Be the process that is forked."""
-    for name in PRELOAD:
-        importlib.import_module(name)
+def serve(requests: socket.socket) -> None:
+    """Be the process that is forked; in each fork, run the module that was asked for."""
     forks.require_forkable()
-    request, files = forks.serve(socket.socket(fileno=int(sys.argv[1])))
+    request, files = forks.serve(requests)
     forks.become(request, files)
     module, *arguments = request["argv"]
     sys.argv = ["-m", *arguments]
@@ -92,4 +97,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for name in PRELOAD:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forked import Forked, Server, at_start
+from tests.forked import Forked, Server, at_start, start_server
 from tests.jobs import OUTSIDE
 from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE
 
 ROOT = Path(__file__).parents[1]
 STARTED: list[subprocess.Popen] = []
+HELPERS: set[int] = set()
+"""Processes that live as long as this one."""
 CLEARED = (
     "NGPU",
     "LOG_RANK",
@@ -66,18 +68,17 @@ def popen(words: list[str], real: str = "", **options: Any) -> subprocess.Popen:
     if real or sys.platform != "linux":
         process = subprocess.Popen([sys.executable, "-m", *words], **options)
     else:
-        server = _server()
-        differing = at_start(options["env"]).items() ^ server.environ.items()
+        differing = at_start(options["env"]).items() ^ server().environ.items()
         assert not differing, f"a fork cannot have {differing}: say real='why'"
         process = Forked(words, **options)
     STARTED.append(process)
     return process
 
 
-def _server() -> Server:
+def server() -> Server:
     """Return the process that runs are forked from."""
     if not hasattr(Forked, "server"):
-        Forked.server = Server(environment(), ROOT)
+        Forked.server = start_server(environment(), ROOT)
     return Forked.server
 
 
@@ -97,7 +98,7 @@ def kill_started(since: int) -> None:
 
 def _is_of_a_run(pid: int) -> bool:
     """Return whether a child of this process was adopted: started by a run, by its command."""
-    if hasattr(Forked, "server") and pid == Forked.server.process.pid:
+    if pid in HELPERS or (hasattr(Forked, "server") and pid == Forked.server.pid):
         return False
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -135,7 +135,7 @@ def _check_and_run(argv: list[str]) -> int:
         run_lock
     ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
-    not_for_workers = prepare_imports(nodes, processes, os.environ)
+    not_for_workers = prepare_imports(processes, os.environ)
     prepared = check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
     if message := status.finished_message(job.config):
         say(f"titanlite: {message}")

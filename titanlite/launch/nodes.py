@@ -194,7 +194,7 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     unset ones.
     """
     defaults = {
-        THREADS: str(max(1, cores() // processes)),
+        THREADS: threads_each(processes),
         "PYTHONUNBUFFERED": "1",
         # what a stopped loader leaves, the system frees
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
@@ -214,14 +214,17 @@ ONLY_IMPORTS = {ASK_NVML: "1", "OPENBLAS_NUM_THREADS": "1"}
 too."""
 
 
-def prepare_imports(nodes: Nodes, processes: int, environ: MutableMapping[str, str]) -> set[str]:
+def threads_each(processes: int) -> str:
+    """Return how many threads a worker computes with by default."""
+    return str(max(1, cores() // processes))
+
+
+def prepare_imports(processes: int, environ: MutableMapping[str, str]) -> set[str]:
     """Set what workers read when they import torch, for a process that they are forked from; return
     the variables that they should not have.
     """
     set_defaults(environ)
-    threads = worker_environment(nodes, processes, environ).get(THREADS)
-    if threads:
-        environ[THREADS] = threads
+    environ.setdefault(THREADS, threads_each(processes))
     own = {name for name in ONLY_IMPORTS if name not in environ}
     environ.update((name, ONLY_IMPORTS[name]) for name in own)
     return own

@@ -68,12 +68,12 @@ class Trainer:
         prepared: Prepared | None = None,
     ) -> None:
         self.job = job
-        self.prepared = prepared or Prepared()
         self.rank_info = rank_info
         self.device = device
         self.log = log
         self.stop = stop or Stop(job.config, rank_info, {})
         self.stopped = False
+        prepared = prepared or Prepared()
 
         # THE fixed order of a start, each step with the reason for its place.
         self._choose_algorithms()  # before the first operation
@@ -83,8 +83,8 @@ class Trainer:
         self.checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
         self.saver = Saver(self.checkpoints, device)
         self._find_start()  # before data and model: it has the seed of both
-        self._open_data()  # before the model: wrong data is refused before the time of building
-        self._build_model()  # before loading, which fills the shards of parts and optimizer
+        self._open_data(prepared)  # before the model: wrong data is refused before the time of building
+        self._build_model(prepared)  # before loading, which fills the shards of parts and optimizer
         self._restore()  # the last change of the weights: replicas are compared after it
         self._build_guard()  # after the report, which takes its notes
         # Last: it drops records after this step, which a start that fails must not do.
@@ -123,20 +123,20 @@ class Trainer:
         OWN_PAGE.completed = self.step
         OWN_PAGE.saved = self.step
 
-    def _open_data(self) -> None:
+    def _open_data(self, prepared: Prepared) -> None:
         """Open the data of this rank: of training, and of validation if enabled."""
         job = self.job
-        self.tokenizer = self.prepared.tokenizer or open_tokenizer(job)
+        self.tokenizer = prepared.tokenizer or open_tokenizer(job)
         self.rank_slice = RankSlice(
             coordinate=job.layout.batch_coordinate(self.rank_info.rank),
             ranks=job.batch.data_parallel,
             local=job.batch.local,
             accumulation=job.batch.accumulation,
         )
-        self.data = training_data(job, self.tokenizer, self.seed, self.prepared.sources)
+        self.data = training_data(job, self.tokenizer, self.seed, prepared.sources)
         own_facts = replace(self.facts, training=self.data.fingerprint)
         if job.config.validation.enable:
-            held_out = validation_data(job, self.tokenizer, self.prepared.sources)
+            held_out = validation_data(job, self.tokenizer, prepared.sources)
             self._build_validation_loader(held_out)
             own_facts = replace(own_facts, validation=held_out.fingerprint)
         compare(own_facts, self.rank_info.world)
@@ -152,17 +152,17 @@ class Trainer:
         settings = config.training.dataloader
         self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
 
-    def _build_model(self) -> None:
+    def _build_model(self, prepared: Prepared) -> None:
         """Build this rank's parts of the model, their optimizer, the step runner and the report."""
         job = self.job
         config = job.config
         # The whole model, on the meta device. With one pipeline stage build_parts makes it this
         # rank's only part.
-        self.model, table = self.prepared.model or build_model(job)
+        self.model, table = prepared.model or build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
         flops = flops_per_token(named, table, job.shape, config.training.seq_len)
-        converters = self.prepared.converters or build_converters(job)
+        converters = prepared.converters or build_converters(job)
         context = Context(job, self.mesh, table, self.device, converters)
         self.report = Report(context, self.rank_info, self.log, flops)
         is_filled = self.resume.continues and not self.resume.exclude

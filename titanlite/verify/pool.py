@@ -175,7 +175,7 @@ class Pool:
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
             )
-            start = _fork_server(self._preload).connect_to_new_process
+            start = fork_server(self._preload).connect_to_new_process
             with (
                 patch.dict(os.environ, hidden),
                 patch.object(forkserver, "connect_to_new_process", start),
@@ -196,7 +196,7 @@ class Pool:
         self._processes, self._connections = [], []
 
 
-def _fork_server(preload: Sequence[str]) -> ForkServer:
+def fork_server(preload: Sequence[str]) -> ForkServer:
     """Return a running or new fork server with at least these modules, for pools only.
 
     multiprocessing has one in each process, with the modules of whoever was first to start it.
