@@ -41,6 +41,7 @@ from tests.runs import descendants, finish, start, wait_for
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
+from titanlite.train.prepared import Prepared
 from titanlite.train.trainer import Trainer
 
 SAVES = SAVING[len(TINY) :]
@@ -126,8 +127,8 @@ def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, model, layou
 
 
 class DropoutInBlocks(Trainer):
-    def _build_model(self) -> None:
-        super()._build_model()
+    def _build_model(self, prepared: Prepared) -> None:
+        super()._build_model(prepared)
         for part in self.parts:
             part.dropout = torch.nn.Identity()
 

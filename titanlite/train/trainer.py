@@ -83,8 +83,8 @@ class Trainer:
         self.checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
         self.saver = Saver(self.checkpoints, device)
         self._find_start()  # before data and model: it has the seed of both
-        self._open_data(prepared)  # before the model: wrong data is refused before the time of building
-        self._build_model(prepared)  # before loading, which fills the shards of parts and optimizer
+        self._open_data(prepared)  # before the model: wrong data is refused at once
+        self._build_model(prepared)  # before loading, which fills its shards
         self._restore()  # the last change of the weights: replicas are compared after it
         self._build_guard()  # after the report, which takes its notes
         # Last: it drops records after this step, which a start that fails must not do.
