@@ -364,7 +364,7 @@ def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_mad
     assert not (copy / ".venv").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(
     checkout, tmp_path
 ):

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from tests.jobs import QUIET, TINY, job, trainer
+from tests.jobs import QUIET, TINY, forward_backward, job, trainer
 from titanlite.data.loader import MicroBatch
 from titanlite.planner.rehearse import blank_batches, record_step
-from titanlite.train.loss import count_valid
 from titanlite.train.trainer import Trainer
 
 GPT2 = [*QUIET, "--model.name=gpt2"]
@@ -31,9 +30,7 @@ def tracked(argv: list[str], folder: str) -> dict[str, int]:
 
 
 def _step(run: Trainer, number: int, batches: list[MicroBatch]) -> None:
-    own_tokens = count_valid(torch.stack([batch.labels for batch in batches]))
-    valid = run.guard.exchange(own_tokens)
-    loss = run.runner.forward_backward(number, batches, valid)
+    loss = forward_backward(run, batches)
     norm = run.runner.clip_gradients()
     run.runner.update(number, norm, run.guard.record(number, loss, norm))
 

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -52,6 +53,7 @@ def test_an_export_is_imported_as_the_same_bits_and_a_run_starts_from_them(
     says(found[0]["log"], f"{back}/step-0")
 
 
+@pytest.mark.long
 def test_what_is_written_follows_the_umask(tool, tmp_path):
     """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards,
     plots, plans.

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.jobs import TINY, trainer
-from tests.messages import refused, says
+from tests.messages import refused
 from titanlite.data.loader import BatchPrefetcher, MicroBatch
 from titanlite.tools.breakdown import (
     ATTENTION,
@@ -138,7 +138,3 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
         assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9
         assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
         assert breakdown.kinds[DATA] >= 0.05
-
-
-def test_profile_refuses_an_invalid_config(tool):
-    says(tool("profile --training.stepz 5", code=2), "training.steps?")
