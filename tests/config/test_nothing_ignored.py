@@ -30,10 +30,15 @@ def observe(argv: list[str], folder: str) -> dict[str, Any]:
     log.handle = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
 
     run = trainer(argv, folder, log)
-    run.train()
+    try:
+        run.train()
+        outcome = "reached"
+    except Exception as error:
+        outcome = repr(error)
     loader, optimizer = run.batches.loader, run.runner.optimizer
     files = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
     return {
+        "outcome": outcome,
         "metrics": [
             {key: value for key, value in record.items() if key not in TIMES}
             for record in records(Path(folder))

@@ -108,6 +108,7 @@ def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, s
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
 
 
+@pytest.mark.long
 def test_each_start_on_a_full_disk_names_the_cause_and_what_would_fit(pool, tmp_path, small_disk):
     if not small_disk:
         pytest.skip(NO_MOUNT)

@@ -27,7 +27,7 @@ def soak(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("point", sample(FAILPOINTS, "half a file", "after the rename", every=2))
+@pytest.mark.parametrize("point", sample(FAILPOINTS, "half a file", every=2))
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     on_rank = int(point in ON_EVERY_RANK)
     assert soak.round(Plan("async", on_rank, point, save=1, seconds=0)) == ""

@@ -143,7 +143,7 @@ def test_the_commands_at_the_end_of_a_run(place):
     assert "http://" in text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_options_that_start_from_imported_weights(place):
     folder, _ = place
     source, target = (

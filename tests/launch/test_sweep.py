@@ -16,7 +16,7 @@ from titanlite.config.load import load, parse_command_line
 from titanlite.errors import STOPPED, command_line
 from titanlite.launch.sweep import sweep
 
-STEPS = 600
+STEPS = 300
 SWEEP = [word for word in TINY if word != "--checkpoint.no_enable"]
 SWEEP += [f"--training.steps={STEPS}", "--sweep=optimizer.lr=1e-3,2e-3", "--metrics.log_freq=20"]
 

@@ -41,6 +41,7 @@ def test_no_deep_model_is_rehearsed_whose_prefetches_and_periods_are_known(
     assert len(rehearsed) == 2 and max(rehearsed) < layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "planned",
     [

@@ -45,6 +45,7 @@ def doctor(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
     return code, out
 
 
+@pytest.mark.long
 def test_the_doctor_prints_the_ranks_and_their_network_shows_no_secret_and_leaves_no_file(tmp_path):
     code, out = doctor(TINY, tmp_path, NGPU="2", NCCL_DEBUG="WARN", **SECRETS)
     assert code == 0 and "hush" not in out, out

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.messages import says
-from tests.runs import environment, finish, popen
+from tests.runs import environment
 from titanlite.cli import main
 
 
@@ -30,10 +31,11 @@ def project(written, monkeypatch) -> Path:
 
 
 def in_project(project: Path, *words: str) -> str:
-    options = {"cwd": project, "env": environment(NGPU="1"), "stdout": subprocess.PIPE}
-    code, out = finish(popen([*words], **options))
-    assert code == 0, out
-    return out
+    command = [sys.executable, "-m", *words]
+    options = {"cwd": project, "env": environment(NGPU="1"), "text": True}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def test_the_model_of_a_project_has_a_row_for_each_parameter(project, tool):
