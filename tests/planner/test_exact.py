@@ -17,10 +17,10 @@ PIPELINE = row("pp2", schedule="ZBVZeroBubble")
 CONTEXT = next(one for one in ROWS if "--training.document_mask" in one.more)
 EXPERTS = row("ep2", 7, model="mixture")
 SAMPLE = [
-    pytest.param(TENSOR, marks=pytest.mark.long),
+    TENSOR,
     *(pytest.param(one, marks=pytest.mark.nightly) for one in (PIPELINE, CONTEXT, EXPERTS)),
 ]
-"""`titanlite plan --selftest` has many more, and test_random.py draws one in every lane."""
+"""`titanlite plan --selftest` has many more."""
 
 
 @pytest.mark.parametrize("plan_row", SAMPLE, ids=str)

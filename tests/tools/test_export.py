@@ -99,6 +99,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.long
 def test_a_model_without_hugging_face_names_is_exported_as_safetensors(pool, tool, tmp_path):
     pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
     export = ("checkpoint export", tmp_path, tmp_path / "out")

@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import TINY, trainer
 from tests.messages import refused
 from titanlite.data.loader import BatchPrefetcher, MicroBatch
@@ -131,6 +133,7 @@ def slow_data(folder: str) -> None:
         BatchPrefetcher.__next__ = original  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
     pool.run(slow_data, str(tmp_path), world=2)
     for rank in range(2):

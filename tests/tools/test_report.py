@@ -80,6 +80,7 @@ def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, to
     says(tool("top", run), "2.00 GiB measured", "whole process")
 
 
+@pytest.mark.long
 def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "titanlite", "top", run.name]
