@@ -36,6 +36,7 @@ def test_the_planned_peak_of_a_compiled_step_is_that_of_an_h100(options):
     assert (plan_step(compiled).peak + BLAS) / GIB == pytest.approx(MEASURED[options], abs=0.015)
 
 
+@pytest.mark.long
 def test_uneven_shards_are_gathered_and_freed_in_a_compiled_step_as_in_one_that_is_not():
     def gathered(*options: str) -> list[int]:
         argv = [*QUIET, "--model.overrides.dim=64", "--model.overrides.n_layers=2", *options]
