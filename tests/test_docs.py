@@ -96,6 +96,7 @@ def test_the_list_of_tests_is_current():
     )
 
 
+@pytest.mark.long
 def test_the_tests_of_every_source_file_are_found():
     sources = [path for path in INDEX["source_files"]() if not path.stem.startswith("__")]
     assert [path for path in sources if not INDEX["tests_of"](path)] == []

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.lanes import sample
 from tests.runs import ROOT
 from titanlite.cli import main
 from titanlite.config.job import job_from
@@ -40,10 +39,14 @@ def test_a_shipped_config_is_valid_at_its_world_size(name):
     assert given.layout == MEANT_FOR[name]
 
 
-LARGER = ["debug_moe", "llama_8b_128k", "llama_70b", "llama_405b_pp", "qwen3_30b_a3b"]
+LARGER = ["llama_8b_128k", "llama_70b", "llama_405b_pp", "qwen3_30b_a3b"]
+PLANNED = [
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("debug_pp", "debug_moe")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in LARGER),
+]
 
 
-@pytest.mark.parametrize("name", sample(MEANT_FOR, "debug_pp", long=LARGER))
+@pytest.mark.parametrize("name", PLANNED)
 def test_a_shipped_config_has_a_plan_and_fits_into_an_h100(name, capsys):
     argv = ["--config", f"{name}.toml", "--world", f"{MEANT_FOR[name].world}"]
     assert main(["plan", *argv, "--gpu", "h100-80g"]) == 0

@@ -16,7 +16,7 @@ from tests.messages import says
 from titanlite.config.schema import config_of
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, STOPPED
 from titanlite.fault.decide import Decider, Restarts, Saved, after
-from titanlite.fault.status import Beat, Decision, Ended, Failure, Inspection, Status, dump, parse
+from titanlite.fault.status import Beat, Decision, Ended, Failure, Inspection, Status
 from titanlite.runtime.page import EarlyExit
 
 SAVED = Saved(4, "from here/step-4", by_this_run=True)
@@ -423,15 +423,3 @@ def test_a_restart_says_what_is_lost_and_resumes_only_what_this_run_saved():
     verdict = after(ERROR, [], 3, Saved(), 0)
     says(verdict.why, "restart 1 of 3", "0 steps lost")
     assert not verdict.resumes and verdict.first_step == 1
-
-
-def test_a_status_and_a_decision_are_read_as_they_were_written():
-    early = EarlyExit(STOPPED, 7, "SIGTERM tö rank 0", 0)
-    found = {0: Inspection("stopped", "a\nstack"), 1: Inspection()}
-    status = Status(
-        2, 9, 3, 2, {0: BEAT}, "Ctrl-C", Ended(ERROR, early, over=True), found, True, False
-    )
-    assert parse(Status, dump(status).encode()) == status
-    verdict = after(ERROR, [], 3, SAVED, 5)
-    decision = Decision(2, (0, 2), True, "Ctrl-C", True, "report", True, verdict)
-    assert parse(Decision, dump(decision).encode()) == decision

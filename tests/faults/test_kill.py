@@ -27,29 +27,14 @@ def soak(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    "point",
-    sample(
-        FAILPOINTS,
-        FAILPOINTS[0],
-        "half a file",
-        "before the rename",
-        "after the rename",
-        "half a deletion",
-        every=2,
-    ),
-)
+@pytest.mark.parametrize("point", sample(FAILPOINTS, "half a file", every=2))
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     on_rank = int(point in ON_EVERY_RANK)
-    assert (
-        soak.round(
-            Plan("async", on_rank, point, save=2 if point == FAILPOINTS[0] else 1, seconds=0)
-        )
-        == ""
-    )
+    assert soak.round(Plan("async", on_rank, point, save=1, seconds=0)) == ""
 
 
-@pytest.mark.parametrize("number", sample([3, 7, 11], 7))
+@pytest.mark.long
+@pytest.mark.parametrize("number", [3, 7, 11])
 def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
     assert (
         soak.round(replace(planned(1, number), mode="disabled" if number == 7 else "async")) == ""

@@ -1,51 +1,9 @@
 """A rank's page, as its launcher reads it."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-from titanlite.runtime.page import HALF_BYTES, EarlyExit, OwnPage, read_page, read_pages
-
-WRITER = """
-import sys
-from pathlib import Path
-from titanlite.runtime.page import OwnPage
-page = OwnPage()
-page.share(Path(sys.argv[1]))
-while True:
-    page.step += 1
-    page.completed = page.step
-    page.enter("forward" if page.step % 2 else "gradient norm")
-"""
-
-
-def test_a_page_is_never_read_half_written_and_stays_when_its_process_is_stopped_or_killed(
-    tmp_path,
-):
-    file = tmp_path / "3.page"
-    assert read_page(file) is None
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, file])
-    try:
-        deadline = time.monotonic() + 60
-        while not (file.exists() and read_page(file)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for _ in range(2_000):
-            page = read_page(file)
-            assert page and page.step - page.completed <= 1
-            assert (page.phase, page.step % 2) in (
-                ("start", 0),
-                ("forward", 1),
-                ("gradient norm", 0),
-            )
-        writer.send_signal(signal.SIGSTOP)
-        assert (page := read_page(file)) and page.pid == writer.pid
-    finally:
-        writer.kill()
-        writer.wait()
-    assert list(read_pages(tmp_path)) == [3]
+from titanlite.runtime.page import HALF_BYTES, EarlyExit, OwnPage, read_page
 
 
 def test_a_half_that_is_partly_written_is_not_read(tmp_path):

@@ -49,10 +49,9 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     ("kills", "most", "code", "says_last"),
     [
         ("kill:backward:1:6, kill:backward:0:5:2", 1, GIVEN_UP, "fault.max_restarts = 1"),
-        ("kill:backward:1:4, kill:backward:0:7:2", 1, 0, "restart 1 of 1, from "),
         ("kill:backward:1:6, kill:load:0:0:2", 3, 0, "restart 2 of 3"),
     ],
-    ids=["without a save between", "with a save between", "while it loads"],
+    ids=["without a save between", "while it loads"],
 )
 def test_two_failures_end_a_run_only_if_they_spend_its_restarts(
     tmp_path, kills, most, code, says_last
@@ -62,16 +61,6 @@ def test_two_failures_end_a_run_only_if_they_spend_its_restarts(
     assert ended.out.count(f" of {most}, from ") == (1 if code else 2)
     says(ended.out.partition("restart 1")[2], says_last)
     assert code or [*ended.losses] == ALL_STEPS
-
-
-@pytest.mark.long
-def test_what_a_user_can_correct_is_not_restarted(tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("abcdefgh" * 24)
-    data = ["--training.dataset=text", f"--training.dataset_path={text}", "--training.no_repeat"]
-    ended = run([*INJURED, *data], tmp_path / "run", 2, FAILED)
-    says(ended.out, "after step 3 of 8")
-    assert "restart" not in ended.out
 
 
 # ---------------------------------------------------------------- several nodes

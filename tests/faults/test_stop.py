@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.jobs import TINY, run_to_end
-from tests.launch.nodes import cluster
+from tests.launch.nodes import outputs, rendezvous, start_tasks, trained
 from tests.messages import says
 from tests.runs import descendants, finish, left_over, losses, rank_pid, records, run, start
 from titanlite.checkpoint.load import load_tensors
@@ -42,10 +42,7 @@ CTRL_C = 128 + signal.SIGINT
 def started(folder: Path, *argv: str, steps: int = 5, **environ: str) -> subprocess.Popen:
     """Return the launcher of two ranks that have taken some steps."""
     process = start([*ARGV, *argv], folder, NGPU="2", **environ)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
-        assert time.monotonic() < deadline and process.poll() is None, finish(process)
-        time.sleep(0.05)
+    trained(folder, process, steps)
     return process
 
 
@@ -91,19 +88,6 @@ def test_sigterm_saves_the_same_step_on_all_ranks_and_the_resume_is_exact(pool, 
     process.send_signal(signal.SIGTERM)
     step = stopped(process, folder, "SIGTERM", "launcher")
     same_as_undisturbed(pool, folder, step + 2)
-
-
-@pytest.mark.long
-def test_ctrl_c_saves_and_exits_with_130_and_a_hangup_under_nohup_does_not_end_the_run(tmp_path):
-    handler = signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # as nohup does; what is started inherits it
-    process = started(tmp_path, real="it inherits the ignored signal")
-    signal.signal(signal.SIGHUP, handler)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGINT)
-    step = stopped(process, tmp_path, "Ctrl-C", code=CTRL_C)
-    assert committed(tmp_path / "checkpoint") == [step]
 
 
 @pytest.mark.long
@@ -165,21 +149,6 @@ def test_a_request_is_heeded_in_any_phase(tmp_path, where, at):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["ranks start", "nodes meet"])
-def test_a_run_that_only_starts_loses_nothing(tmp_path, moment):
-    """A rank dies of a signal that it is too young to hear, and the launcher knows why."""
-    nodes = {**cluster(), "NODE_RANK": "0"} if moment == "nodes meet" else {"NGPU": "2"}
-    process = start(ARGV, tmp_path, **nodes)
-    assert process.stdout
-    process.stdout.readline()  # how many processes it starts
-    time.sleep(1)
-    signal_all(process)
-    code, out = finish(process)
-    assert code == STOPPED and "Traceback" not in out, out
-    says(out.splitlines()[-1], f"of {MANY} on request", "SIGTERM")
-
-
-@pytest.mark.long
 def test_a_signal_before_the_config_is_known_waits_until_it_is(tmp_path):
     """Without checkpoints it would end the launcher by the signal."""
     process, deadline = start(ARGV, tmp_path, NGPU="2"), time.monotonic() + 30
@@ -210,20 +179,6 @@ def test_the_first_signal_to_a_launcher_is_no_second_one_if_others_have_asked(tm
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_in_the_last_save_leaves_a_run_to_start_again(tmp_path):
-    kills = ",".join(f"kill:save:0:{step}" for step in (6, 7, 8))
-    # Step 3 is committed when training goes on: the stopped rank could not finish it.
-    argv = [EARLIER, "--checkpoint.async_mode=disabled"]
-    process = started(tmp_path, *argv, INJURY=f"stop:backward:0:6,{kills}")
-    rank_0 = rank_pid(process, 0)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(2)  # all have heard of it
-    os.kill(rank_0, signal.SIGCONT)
-    assert stopped(process, tmp_path, "SIGTERM", "launcher", code=CUT_SHORT) in (6, 7, 8)
-    assert committed(tmp_path / "checkpoint") == [3]
-
-
-@pytest.mark.long
 def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path):
     process = started(tmp_path, "--checkpoint.no_enable")
     process.send_signal(signal.SIGUSR1)
@@ -244,14 +199,12 @@ def test_peers_that_do_not_share_the_loss_hear_too(pool, tmp_path):
 @pytest.mark.long
 def test_without_the_launcher_ranks_exit_with_75_themselves(tmp_path):
     """Also where who started them had blocked the signals, which is inherited."""
-    torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m titanlite.train"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    process = start(ARGV, tmp_path, module=torchrun, INJURY="term:forward:1:4")
+    tasks = start_tasks(ARGV, tmp_path, **rendezvous(), INJURY="term:forward:1:4")
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    code, out = finish(process)
+    first, _ = outputs(tasks, STOPPED)
     (step,) = committed(tmp_path / "checkpoint")
-    assert code == 1 and re.search(rf"exitcode +: {STOPPED} ", out), out
-    says(out, f"step {step} of {MANY} on request")
+    says(first, f"step {step} of {MANY} on request")
 
 
 @pytest.mark.long

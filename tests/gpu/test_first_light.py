@@ -80,7 +80,7 @@ def run_on(library: Path, folder: Path, gpus: int, chosen: str) -> int:
     return len(rows)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path):
     """Rows that compile nothing, and of verify the shorter one."""
     assert run_on(fake_gpus, tmp_path, 1, "versions|bandw|verify experts|killed") == 4

@@ -35,7 +35,7 @@ WIDE = (
 ).split()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_allocator_takes_what_hardware_toml_says(train_on_gpus, tmp_path):
     """Eight layers of Llama 8B's width, recomputed: of the models that were measured this one has
     the largest share beside its peak.

@@ -14,7 +14,7 @@ OPTIONS = (
 ).split()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_resume_fills_offloaded_parameters(train_on_gpus, tmp_path):
     """A fake GPU gives no gradient, so that every step keeps the initial values."""
     for steps in (1, 2):

@@ -66,7 +66,11 @@ def train_row(train_on_gpus, tmp_path_factory) -> Any:
     return train
 
 
-@pytest.mark.parametrize("row", sample(ROWS, "FSDP"))
+SAMPLED = ["FSDP", "FSDP x expert parallel", "Interleaved1F1B", "documents"]
+NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in ROWS if row not in SAMPLED]
+
+
+@pytest.mark.parametrize("row", [*sample(SAMPLED, "FSDP"), *NIGHTLY])
 def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row, row):
     if row == "documents" and not os.environ.get(COMPILE):
         pytest.skip("compiles FlexAttention for minutes: scripts/test_fake_gpu.sh --compile")
@@ -103,7 +107,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_groups_for_tensors_on_gpus_have_no_gloo_beside_nccl(fake_gpus, tmp_path):
     script = tmp_path / "own.py"
     script.write_text(GPU_ONLY)
@@ -149,7 +153,7 @@ def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_row):
     assert between and min(between) >= 50
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
     """Forward and backward pass, the optimizer's one for all parameters, and FSDP2's."""
     launches = []

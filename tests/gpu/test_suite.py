@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import fake_gpu
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tests_pass_on_a_machine_with_one_gpu(fake_gpus, tmp_path):
     pytest_here = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/own")
     waiting = ("tests/train/test_waiting.py", "-k", "synchronizes and False")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.runs import finish, start
+from tests.runs import finish, start, wait_for
 
 
 def free_port() -> str:
@@ -37,6 +38,31 @@ def start_nodes(
 ) -> list[subprocess.Popen]:
     variables = {**cluster(count), **environ}
     return [start(argv, folder, NODE_RANK=str(node), **variables) for node in range(count)]
+
+
+def start_tasks(
+    argv: list[str],
+    folder: Path,
+    names: tuple[str, str] = ("RANK", "LOCAL_RANK"),
+    **variables: str,
+) -> list[subprocess.Popen]:
+    """Start two tasks without a launcher, as a scheduler does that names their ranks so."""
+    module = "titanlite.train"
+    return [start(argv, folder, module, **dict.fromkeys(names, rank), **variables) for rank in "01"]
+
+
+def rendezvous() -> dict[str, str]:
+    """Return the variables that tasks share."""
+    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+
+
+def trained(folder: Path, launcher: subprocess.Popen, steps: int) -> None:
+    """Wait until so many steps are logged."""
+    metrics = folder / "metrics.jsonl"
+    wait_for(metrics, launcher, 300)
+    while metrics.read_text().count("\n") < steps:
+        assert launcher.poll() is None, finish(launcher)
+        time.sleep(0.05)
 
 
 def outputs(launchers: list[subprocess.Popen], code: int = 0) -> list[str]:

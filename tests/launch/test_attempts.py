@@ -35,7 +35,6 @@ from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
 from titanlite.launch.workers import Workers
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.page import OWN_PAGE, EarlyExit, OwnPage
-from titanlite.runtime.rank_files import STOP
 
 SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.async_mode=disabled", "--training.steps=2"]
 QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
@@ -270,25 +269,6 @@ def test_the_keys_of_an_attempt_that_is_over_are_deleted_while_the_next_one_runs
     assert first._store.check(["decision", "status/1", "run"])
 
 
-@pytest.mark.long
-def test_a_launcher_in_anothers_place_does_not_join_the_attempt_that_runs(start, tmp_path):
-    together = start()
-    first, second = together.nodes
-    config = config_of({"job.dump_folder": str(tmp_path)})
-    second._board.end()  # it is dead
-    host, port = first.address
-    third = Node(Nodes(2, 1, host, port, ""), 1, config, tmp_path / "1")
-    meeting = together.threads.submit(third.meet)
-    with pytest.raises(RunFailed):
-        while True:
-            first.poll()
-            assert not meeting.done(), "it must not be in attempt 1, whose logs it would empty"
-            time.sleep(0.01)
-    first.settle(FOLLOWED)
-    assert first.meet().attempt == meeting.result(20).attempt == 2
-    third._end_board()
-
-
 # ---------------------------------------------------------------- a request to stop
 
 
@@ -327,11 +307,6 @@ def page(private: Path, rank: int, **values: Any) -> OwnPage:
         setattr(written, name, value)
     written.enter("forward")
     return written
-
-
-def test_a_request_of_any_node_reaches_the_ranks_by_a_file(tmp_path):
-    stopping(tmp_path).poll(member(decision=Decision(stop=ASKED)))
-    assert (tmp_path / STOP).read_text() == ASKED
 
 
 @pytest.mark.parametrize("by_rank", [False, True])

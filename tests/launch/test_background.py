@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,8 @@ import pytest
 from tests.jobs import TINY
 from tests.messages import says
 from tests.runs import ROOT, children, environment, left_over, start
+from titanlite.fault.inspection import wait_until
 from titanlite.launch.background import BackgroundLines
-
-
-def wait_for(lines: Callable[[], list], seconds: float = 20) -> list:
-    deadline = time.monotonic() + seconds
-    while not (found := lines()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def test_lines_come_once_from_a_process_of_the_lowest_priority():
@@ -34,8 +27,9 @@ def test_lines_come_once_from_a_process_of_the_lowest_priority():
         return ["one", str(os.nice(0)), found]
 
     with BackgroundLines(niceness) as lines:
-        assert wait_for(lines) == ["one", "19", "19"]
-        assert lines() == [] and lines() == []
+        found: list[str] = []
+        wait_until(lambda: bool(found.extend(lines()) or found), 20)
+        assert found == ["one", "19", "19"] and lines() == []
 
 
 def test_a_failure_says_nothing(capfd):
@@ -64,7 +58,8 @@ def test_a_killed_launcher_takes_the_computation_with_it():
         "with BackgroundLines(lambda: time.sleep(60) or []):\n    time.sleep(60)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
-    family = wait_for(lambda: children(launcher.pid))
+    wait_until(lambda: bool(children(launcher.pid)), 20)
+    family = children(launcher.pid)
     time.sleep(0.5)
     launcher.kill()
     launcher.wait()

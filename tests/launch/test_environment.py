@@ -364,7 +364,7 @@ def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_mad
     assert not (copy / ".venv").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_its_torch(
     checkout, tmp_path
 ):
@@ -383,13 +383,8 @@ def test_an_environment_elsewhere_without_titanlite_is_left_as_it_is_and_lends_i
     assert INSTALLS in moved.stderr, "what was lent is gone, so it is installed"
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        pytest.param("pip", marks=pytest.mark.long),
-        pytest.param("uv", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_a_hint_names_an_installer_that_is_there(request, copy, checkout, tmp_path, tool):
     """The package to install is the small project of `checkout`, so that no index is asked."""
     elsewhere = make_venv(tmp_path / "an env", *["--without-pip"] * (tool == "uv"))

@@ -13,9 +13,8 @@ import pytest
 from tests.jobs import TINY
 from tests.launch.nodes import cluster, outputs, start_nodes
 from tests.messages import refused, says
-from tests.runs import environment, finish, records, start
-from titanlite.cli import main
-from titanlite.errors import FAILED, REFUSED
+from tests.runs import environment, records, start
+from titanlite.errors import FAILED
 from titanlite.fault.board import ANSWER_SECONDS
 from titanlite.launch.nodes import count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime import cluster as machine
@@ -64,6 +63,7 @@ print("exits", flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_signal_to_a_launcher_that_exits_ends_it_in_silence(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", EXIT],
@@ -111,19 +111,6 @@ def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.long
-def test_nodes_with_different_configs_are_refused(tmp_path):
-    variables = cluster()
-    rates = ("0.1", "0.2")
-    nodes = [
-        start([*TINY, f"--optimizer.lr={rate}"], tmp_path, NODE_RANK=str(node), **variables)
-        for node, rate in enumerate(rates)
-    ]
-    results = [finish(node) for node in nodes]
-    assert {code for code, _ in results} <= {FAILED, REFUSED}
-    says("".join(out for _, out in results), "config differs", "optimizer", *rates)
-
-
 @pytest.mark.parametrize(
     ("present", "names"),
     [
@@ -136,30 +123,6 @@ def test_one_of_two_nodes_names_the_missing_one(tmp_path, present, names):
     (out,) = outputs([start(argv, tmp_path, NODE_RANK=str(present), **cluster())], FAILED)
     says(out, names)
     assert "Traceback" not in out
-
-
-@pytest.mark.parametrize(
-    ("argv", "variables", "names"),
-    [
-        ([], "NNODES=2 NODE_RANK=0", ["MASTER_ADDR"]),
-        (
-            ["--checkpoint.enable", "--fault.spare_nodes=2"],
-            "NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1",
-            ["fault.spare_nodes = 2", "NNODES"],
-        ),
-        ([], "MAX_RESTARTS=abc", ["MAX_RESTARTS=abc"]),
-        ([], "OMP_NUM_THREADS=abc", ["OMP_NUM_THREADS=abc"]),
-    ],
-)
-def test_wrong_variables_are_refused_before_anything_starts(
-    tmp_path, capsys, monkeypatch, argv, variables, names
-):
-    for name, value in environ_of(variables).items():
-        monkeypatch.setenv(name, value)
-    folder = tmp_path / "run"
-    assert main(["train", *TINY, *argv, f"--job.dump_folder={folder}"]) == REFUSED
-    says(capsys.readouterr().err, *names)
-    assert not folder.exists()
 
 
 # ---------------------------------------------------------------- variables

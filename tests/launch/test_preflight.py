@@ -75,8 +75,6 @@ UNKNOWN = 'dataset = "txt"'
 @pytest.mark.parametrize(
     ("argv", "key"),
     [
-        (["--training.dataset=text", "--training.dataset_path=/nope"], f"training.{ABSENT}"),
-        (["--training.dataset=tokens", "--training.dataset_path=/nope"], f"training.{ABSENT}"),
         (["--training.dataset=c4_test", "--training.dataset_path=/nope"], f"training.{ABSENT}"),
         (["--training.dataset=txt"], f"training.{UNKNOWN}"),
         (["--validation.enable", "--validation.dataset=txt"], f"validation.{UNKNOWN}"),

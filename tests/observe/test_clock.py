@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from tests.jobs import TINY, run_to_end
-from tests.runs import records
 from titanlite.observe.clock import StepClock
 
 
@@ -71,16 +69,3 @@ def test_recompilations_are_counted_after_the_first_step_and_the_first_pause_of_
     pool, step_sizes, pause_sizes, counts
 ):
     assert pool.run(recompiles, step_sizes, pause_sizes, world=1) == [counts]
-
-
-def test_records_have_percentiles_and_the_wait_for_data(pool, tmp_path):
-    argv = [*TINY, "--metrics.log_freq=3", "--training.steps=6"]
-    (rank,) = pool.run(run_to_end, argv, str(tmp_path), world=1)
-    first, *later = records(tmp_path)
-    assert first["step_seconds"] == first["step_seconds_p50"] == first["step_seconds_p95"]
-    for record in later:
-        seconds = record["step_seconds"]
-        assert 0 < record["step_seconds_p50"] < record["step_seconds_p95"] <= 3 * seconds
-        assert 0 < record["data_seconds"] < seconds and record["recompiles"] == 0
-    steps = [line for line in rank["log"] if line.startswith("step:")]
-    assert len(steps) == 3 and all("  data: " in line and line.endswith("%") for line in steps)

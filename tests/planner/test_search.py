@@ -84,6 +84,7 @@ def test_the_state_that_rules_a_plan_out_is_what_a_rank_keeps_whatever_its_repli
         assert of_rank == approx(state, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_plan_is_ruled_out_as_slow_by_no_more_than_its_estimate():
     long = ["--training.seq_len=4096"]  # computing takes longest
     for split in (searching.TP, CP):
@@ -101,6 +102,7 @@ def found() -> Found:
     return search(job(SMALL, 2), H100, max_seconds=0)
 
 
+@pytest.mark.long
 def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
     # Those that share the first model are rehearsed.
     assert 1 <= found.counts["rehearsed"] <= 6 and found.counts["not reached in time"] > 10
@@ -115,6 +117,7 @@ def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
     assert plan_step(expected).peak == best.peak
 
 
+@pytest.mark.long
 def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_column(found):
     best = [replace(found.best[0], job=other) for other in space_of(job(SMALL, 4))]
     counts = {"rehearsed": 2, "ruled out": 0, "not reached in time": 0}
@@ -175,7 +178,7 @@ def test_changes_are_rehearsed_and_fit():
         assert change.speed.bound > 0 and change.option.startswith("--")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), H100)
     worlds = [change.option.partition("--world ")[2] for change in found]

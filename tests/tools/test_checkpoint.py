@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.saved import SAVING, keeping_log, run_until, steps_in
+from tests.checkpoint.saved import SAVING, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
-from tests.jobs import trainer
 from tests.messages import says
 from tests.tools.conftest import MESH
 from titanlite.checkpoint.manifest import read_manifest
@@ -53,6 +52,7 @@ def test_a_copy_that_is_there_is_success_and_another_step_of_its_number_is_kept(
     assert (copies / "step-2").stat().st_ino == written
 
 
+@pytest.mark.long
 def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
     shutil.copytree(run / "checkpoint/step-2", run / "checkpoint/step-9")
     named = (f"{run}/checkpoint/step-9", "step 2")
@@ -67,58 +67,7 @@ def test_a_step_under_another_name_is_named_and_never_resumed(run, tool, pool):
     assert (moved / "checkpoint/step-9/manifest.json").exists()
 
 
-def starts(argv: list[str], folders: list[str]) -> list[tuple[int, list[str]]]:
-    """Return the step at which a run in each folder starts, and its log."""
-    found = []
-    for folder in folders:
-        log, lines = keeping_log()
-        found.append((trainer(argv, folder, log).step, lines))
-    return found
-
-
-SAME_SIZE = ("rank-0.safetensors", "another step's")
-NOT_ITS_OWN = [
-    ("manifest.json", "missing"),
-    ("manifest.json", "another step's"),
-    ("config.toml", "missing"),
-    ("config.toml", "empty"),
-    ("state.json", "missing"),
-    ("state.json", "another step's"),
-    ("environment.json", "missing"),
-    ("environment.json", "a folder"),
-    ("rank-0.safetensors", "missing"),
-    SAME_SIZE,
-]
-
-
-def test_a_file_that_is_not_the_steps_own_is_named_and_the_step_is_skipped(
-    saved, tool, tmp_path, pool
-):
-    folders = []
-    for name, content in NOT_ITS_OWN:
-        run = Path(shutil.copytree(saved, tmp_path / f"{name} {content}"))
-        folders.append(str(run))
-        step, file = run / "checkpoint/step-3", run / "checkpoint/step-3" / name
-        file.unlink()
-        if content == "a folder":
-            file.mkdir()
-        elif content == "empty":
-            file.touch()
-        elif content == "another step's":
-            shutil.copy(run / "checkpoint/step-2" / name, file)
-        asked = [("ls --full", run, 0), ("verify", run, 1)]
-        if (name, content) != SAME_SIZE:  # which only shows where every byte is read
-            asked += [("ls", run, 0), ("show", step, 2)]
-        for verb, where, code in asked:
-            out = tool(f"checkpoint {verb}", where, code=code)
-            assert "step-3" in out and (name in out or "step 2" in out)
-    found = pool.run(starts, [*SAVING, *MESH[:1]], folders, world=1)[0]
-    for (name, _), (step, log) in zip(NOT_ITS_OWN, found, strict=True):
-        (line,) = [line for line in log if line.startswith("skipping checkpoint: ")]
-        assert step == 2 and "step-3" in line and (name in line or "step 2" in line)
-        assert any("checkpoints (3)" in line for line in log), "its number is free again"
-
-
+@pytest.mark.long
 def test_no_deletion_follows_a_link_at_any_level(run, tool, pool, tmp_path):
     """The dump folder, the checkpoints' folder, a step, a file of a step, what killed saves left,
     earlier files.
@@ -224,26 +173,3 @@ def test_rm_keeps_the_last_complete_checkpoint_and_the_last_that_can_be_resumed(
         says(rm(wrong, code=2), f"{wrong} is not")
     rm(root / "step-2", "--force")
     assert steps_in(run) == [] and not (root / "latest").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("checkpoint lss", "'ls'"),
-        ("checkpoint diff a", "B"),
-        ("checkpoint ls .", "no checkpoint"),
-        ("checkpoint ls step-9", "step-9 does not exist\n"),
-        ("checkpoint verify a-file", "a-file is a file"),
-        ("checkpoint export . x --fromat=hf", "--format?"),
-        ("checkpoint import nowhere out", "nowhere"),
-        ("checkpoint import . out", "config.json"),
-        ("generate --checkpoint", "--checkpoint: "),
-        ("evaluate --checkpoint nowhere", "nowhere does not exist\n"),
-    ],
-)
-def test_a_wrong_argument_is_named(tool, tmp_path, monkeypatch, words, named):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a-file").touch()
-    out = tool(words, code=2)
-    says(out, named)
-    assert "model.flavor" not in out

@@ -3,7 +3,6 @@ dumps.
 """
 
 import pickle
-import random
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import TINY
+from tests.launch.nodes import cluster
 from tests.messages import says
 from tests.runs import command, descendants, environment, finish, start
 from titanlite.tools.doctor import shown_variables
@@ -24,6 +24,7 @@ PLAIN = {
     "NCCL_SOCKET_IFNAME": "ib0",
     "NNODES": "2",
     "SLURM_JOB_ID": "7",
+    "TORCH_LOGS": "recompiles",
 }
 SECRETS = {
     "NCCL_API_TOKEN": "hush-1",
@@ -44,9 +45,9 @@ def doctor(argv: list[str], folder: Path, **environ: str) -> tuple[int, str]:
     return code, out
 
 
+@pytest.mark.long
 def test_the_doctor_prints_the_ranks_and_their_network_shows_no_secret_and_leaves_no_file(tmp_path):
-    shown = {"NCCL_DEBUG": "WARN", "TORCH_LOGS": "recompiles", **SECRETS}
-    code, out = doctor(TINY, tmp_path, NGPU="2", real="TORCH_LOGS is read at an import", **shown)
+    code, out = doctor(TINY, tmp_path, NGPU="2", NCCL_DEBUG="WARN", **SECRETS)
     assert code == 0 and "hush" not in out, out
     says(out, "\n  NCCL_DEBUG=WARN\n", "\n  OMP_NUM_THREADS=1\n", "C++ Version")
     says(out, f"torch {torch.__version__}", "\nmesh       dp_shard 2\n")
@@ -93,9 +94,7 @@ def test_ctrl_c_ends_the_doctor_with_130_and_without_a_traceback(tmp_path):
 
 @pytest.mark.long
 def test_of_nodes_that_differ_the_facts_are_printed_and_then_what_differs(tmp_path):
-    # Below those ports that the system gives to connections.
-    port = str(random.SystemRandom().randint(15_000, 32_000))
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NGPU": "1"}
+    nodes = cluster()
     started = [
         start([*TINY, *more], tmp_path, "titanlite doctor", NODE_RANK=str(node), **nodes)
         for node, more in enumerate(([], ["--optimizer.lr=0.5"]))

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -52,6 +53,7 @@ def test_an_export_is_imported_as_the_same_bits_and_a_run_starts_from_them(
     says(found[0]["log"], f"{back}/step-0")
 
 
+@pytest.mark.long
 def test_what_is_written_follows_the_umask(tool, tmp_path):
     """Of a run: metrics, logs, TensorBoard, traces, checkpoints, weights; exports, prepared shards,
     plots, plans.
@@ -97,6 +99,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tool, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.long
 def test_a_model_without_hugging_face_names_is_exported_as_safetensors(pool, tool, tmp_path):
     pool.run(run_until, [*PARROT, "--checkpoint.enable"], str(tmp_path), world=2)
     export = ("checkpoint export", tmp_path, tmp_path / "out")

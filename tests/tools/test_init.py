@@ -43,6 +43,7 @@ def test_the_model_of_a_project_has_a_row_for_each_parameter(project, tool):
     says(placements, "layers.*.feed_forward.w2.weight")
 
 
+@pytest.mark.long
 def test_the_commands_of_a_projects_page_need_nothing_more(project, tool):
     """A first start installs no pytest, and the config is for a laptop."""
     page = (project / "README.md").read_text()
@@ -65,7 +66,7 @@ def test_the_scripts_of_a_project_are_its_own(project):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_project_trains_and_passes_its_own_test(project):
     few = ["--training.steps=2", "--validation.no_enable", "--generate.no_at_end"]
     says(in_project(project, "titanlite", "train", "--config", "my_model.toml", *few), "step 2 ")

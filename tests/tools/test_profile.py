@@ -6,8 +6,10 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import TINY, trainer
-from tests.messages import refused, says
+from tests.messages import refused
 from titanlite.data.loader import BatchPrefetcher, MicroBatch
 from titanlite.tools.breakdown import (
     ATTENTION,
@@ -131,6 +133,7 @@ def slow_data(folder: str) -> None:
         BatchPrefetcher.__next__ = original  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
     pool.run(slow_data, str(tmp_path), world=2)
     for rank in range(2):
@@ -138,7 +141,3 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
         assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9
         assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
         assert breakdown.kinds[DATA] >= 0.05
-
-
-def test_profile_refuses_an_invalid_config(tool):
-    says(tool("profile --training.stepz 5", code=2), "training.steps?")

@@ -80,6 +80,7 @@ def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, to
     says(tool("top", run), "2.00 GiB measured", "whole process")
 
 
+@pytest.mark.long
 def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "titanlite", "top", run.name]
@@ -108,6 +109,7 @@ def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
     assert process.wait(30) == 0 and b"Traceback" not in shown
 
 
+@pytest.mark.long
 def test_of_half_a_run_there_is_what_its_files_have(run, tool):
     """Such as one of an older version, or started by torchrun."""
     for name in ("config.toml", "logs/ranks.json", "logs/launcher.log", "environment.json"):
@@ -179,6 +181,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, tool):
         assert out.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_page_says_what_was_trained_and_when_and_lies_in_the_dump_folder(run, tool):
     config = {"training.steps": 20, "job.description": "a <small> Llama"}
     (run / "config.toml").write_text(to_toml(with_values(JobConfig(), config)))
