@@ -16,7 +16,7 @@ from tests.runs import Run, descendants, finish, losses, run, start
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 
-STEPS = 120
+STEPS = 60
 SAVING = [*TINY, "--checkpoint.enable"]
 ARGV = [*SAVING, "--checkpoint.interval=10", "--checkpoint.async_mode=async", "--debug.seed=1"]
 ARGV += ["--metrics.log_freq=1", f"--training.steps={STEPS}"]

@@ -94,6 +94,7 @@ def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, ur
     assert MANIFEST not in list_folder(target)
 
 
+@pytest.mark.long
 def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy):
     tool("checkpoint cp", saved, url)
     proxy.fail("(?=.*list-type).*step-2", after=1, status=200, text=NOTHING)
@@ -102,6 +103,7 @@ def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy
     tool("checkpoint verify", url)
 
 
+@pytest.mark.long
 def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, proxy):
     tool("checkpoint cp", saved, url)
     says(tool("checkpoint rm", f"{url}/step-2", code=2), "--force")

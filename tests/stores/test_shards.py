@@ -126,6 +126,7 @@ def test_windows_and_fingerprint_are_those_of_a_folder_cold_and_while_and_when_c
     assert all((own / path.name).read_bytes() == path.read_bytes() for path in folder.glob("*.bin"))
 
 
+@pytest.mark.long
 def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, proxy, monkeypatch):
     windows(shards)
     proxy.log.clear()
@@ -158,10 +159,8 @@ def test_packing_reads_the_ends_of_documents_and_no_ids(folder, shards, proxy):
     assert (data[3] == expected).all()
 
 
-BUSY, CUT = {"status": 503}, {"short": 100}
-
-
-@pytest.mark.parametrize("fault", sample([BUSY, CUT], CUT))
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [{"status": 503}, {"short": 100}])
 def test_a_range_that_fails_is_read_again_within_bounds_and_then_named(
     folder, shards, proxy, fault
 ):
@@ -210,6 +209,7 @@ def test_a_shard_that_differs_from_its_manifest_is_never_cached(shards, tmp_path
     assert "shard-000005.bin" not in cached(tmp_path)
 
 
+@pytest.mark.long
 def test_two_runs_that_share_a_cache_fetch_each_shard_once_and_what_was_killed_is_begun_again(
     folder, shards, tmp_path, monkeypatch
 ):

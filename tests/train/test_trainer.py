@@ -210,7 +210,7 @@ def notices_of_a_run_without_a_weight(folder: str, argv: list[str]) -> list[str]
     return [line for line in lines if "no gradient" in line]
 
 
-@pytest.mark.parametrize("argv", [[], ["--activation_checkpoint.mode=full"]])
+@pytest.mark.parametrize("argv", sample([[], ["--activation_checkpoint.mode=full"]], []))
 def test_parameters_that_forward_does_not_use_are_named_in_the_first_step(pool, tmp_path, argv):
     for lines in pool.run(notices_of_a_run_without_a_weight, str(tmp_path), argv, world=2):
         _, *names = "".join(lines).split("\n")

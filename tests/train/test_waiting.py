@@ -74,7 +74,7 @@ def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
 
 @pytest.mark.parametrize(
     "technique",
-    sample([*TECHNIQUES, *JUDGED], "experts", "skips"),
+    sample([*TECHNIQUES, *JUDGED], "skips"),
 )
 def test_the_host_reads_only_the_flags_that_came_with_the_valid_tokens(pool, tmp_path, technique):
     """On a GPU these were copied to host memory without waiting; where steps are judged, so were
