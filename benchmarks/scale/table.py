@@ -152,7 +152,7 @@ def replicas(ranks: int) -> dict[str, float]:
 
 def checkpoint(ranks: int) -> dict[str, float]:
     """The manifest of 405B with AdamW, made by rank 0 and read by any."""
-    (tensors,) = large(ranks // A_NODE, A_NODE, 1)
+    tensors = large(ranks // A_NODE, A_NODE)
     files = {rank_file(rank): File(1 << 32, 1 << 31) for rank in range(ranks)}
 
     def make() -> None:

@@ -1,7 +1,5 @@
 """State saved on one layout and loaded on another: all of it, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small runs that save and resume, on the pool's ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checkpoints of adapters: the base is named, read from its own place and compared."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.jobs import FLOAT64, TINY, trainer
+from tests.jobs import FLOAT64, TINY
 from tests.messages import refused, says
 from tests.runs import losses
 from titanlite import cli
@@ -25,22 +23,16 @@ TUNED = [*SAVED, "--lora.rank=3", "--optimizer.lr=0.01", "--debug.seed=3"]
 TUNED += ["--training.global_batch_size=4", "--training.local_batch_size=2"]
 
 
-def trained(argv: list[str], folder: str) -> dict[int, float]:
-    """Train, resuming if there is a checkpoint; return all losses of the run."""
-    trainer(argv, folder).train()
-    return losses(Path(folder))
-
-
 @pytest.fixture
-def tuned(pool, tmp_path) -> Path:
+def tuned(train, tmp_path) -> Path:
     """The folder of a run of adapters, next to that of its base."""
-    pool.run(trained, SAVED, str(tmp_path / "base"), world=1)
+    train(SAVED, tmp_path / "base")
     argv = [*TUNED, f"--checkpoint.initial_load_path={tmp_path}/base/checkpoint"]
-    pool.run(trained, argv, str(tmp_path / "tuned"), world=1)
+    train(argv, tmp_path / "tuned")
     return tmp_path / "tuned"
 
 
-def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(pool, tuned):
+def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(train, tuned):
     base = tuned.with_name("base")
     manifest = read_manifest(find_checkpoint(tuned))
     kept = [name for name in manifest.tensors if name.startswith("model.")]
@@ -53,15 +45,15 @@ def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(poo
     for name, options in layouts.items():
         folder = tuned.with_name(name)
         shutil.copytree(tuned, folder)
-        world = 1 if name == "alone" else 2
-        found[name] = pool.run(trained, [*argv, *options], str(folder), world=world)[0]
+        train([*argv, *options], folder, ranks=1 if name == "alone" else 2)
+        found[name] = losses(folder)
         saved = read_manifest(find_checkpoint(folder))
         assert saved.base == manifest.base and saved.step == 5
         assert {*saved.tensors} == {*manifest.tensors}
         assert len(found[name]) == 5 and found[name] == pytest.approx(found["alone"], rel=1e-12)
 
 
-def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, tuned, capsys):
+def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(train, tuned, capsys):
     base, moved = tuned.with_name("base"), tuned.with_name("moved")
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
@@ -80,17 +72,17 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(pool, 
     assert cli.main([*export, str(tuned / "b"), f"--base={moved}"]) == 0
     assert cli.main(["checkpoint", "show", str(tuned)]) == 0
     says(capsys.readouterr().out, f"{named}, fingerprint ")
-    pool.run(trained, [*SAVED, "--debug.seed=7"], str(base), world=1)
+    train([*SAVED, "--debug.seed=7"], base)
     argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
     with refused(f"{base}/checkpoint", "of the fingerprint", kind=RankFailed):
-        pool.run(trained, argv, str(tuned), world=1)
+        train(argv, tuned)
     assert cli.main([*export, str(tuned / "c")]) == 2
     assert not (tuned / "c").exists()
 
 
-def test_another_rank_is_named_before_the_tensors(pool, tuned):
+def test_another_rank_is_named_before_the_tensors(train, tuned):
     with refused("exclude_from_loading", "lora.rank: 3 in", "4 in", kind=RankFailed) as failed:
-        pool.run(trained, [*TUNED, "--lora.rank=4"], str(tuned), world=1)
+        train([*TUNED, "--lora.rank=4"], tuned)
     first = str(failed.value).partition("exclude_from_loading:")[2].split()[0]
     assert first == "lora.rank:"
 

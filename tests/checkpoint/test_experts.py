@@ -2,8 +2,6 @@
 Hugging Face.
 """
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.layouts import save_and_load_everywhere
-from tests.checkpoint.saved import SAVING, run_until
+from tests.checkpoint.saved import SAVING
 from tests.jobs import MOE, TINY, full, job, trainer
 from tests.messages import refused, says
 from titanlite.checkpoint.load import load_tensors
@@ -33,34 +31,23 @@ def test_biases_and_momentum_are_loaded_bit_for_bit_on_every_mesh(pool, tmp_path
     assert save_and_load_everywhere(pool, tmp_path, LAYOUTS, MODEL) == []
 
 
-@pytest.mark.long
-def test_a_resumed_run_has_the_biases_of_one_that_was_not_stopped(pool, tmp_path):
-    argv = [*MODEL, *_SAVING, "--training.steps=4"]
-    whole = pool.run(run_until, argv, str(tmp_path / "whole"), world=1)[0]
-    pool.run(run_until, argv, str(tmp_path / "stopped"), 2, world=1)
-    resumed = pool.run(run_until, argv, str(tmp_path / "stopped"), world=1)[0]
-    assert resumed["begun"] == 2
-    assert BIAS_OF.format(0) in whole["state"] and resumed["state"] == whole["state"]
-
-
 def start(argv: list[str], folder: str) -> dict[str, Any]:
     """Return the weights that a run starts from."""
     return {name: full(tensor) for name, tensor in trainer(argv, folder).state.weights().items()}
 
 
 @pytest.mark.long
-def test_biases_stay_out_of_hugging_face_and_start_at_zero(pool, tmp_path, capsys):
+def test_biases_stay_out_of_hugging_face_and_start_at_zero(train, pool, tmp_path, capsys):
     run, plain, hf, imported = (tmp_path / name for name in ("run", "plain", "hf", "imported"))
     one_step = [*MOE, *_SAVING, "--training.steps=1"]
 
     def tool(*words: object) -> int:
         return main(["checkpoint", *map(str, words)])
 
-    pool.run(run_until, [*one_step, BIAS], str(run), world=2)
+    train([*one_step, BIAS], run, ranks=2)
     saved = load_tensors(run / "checkpoint/step-1")
     biases = [saved[BIAS_OF.format(layer)] for layer in range(2)]
     assert all(bias.any() and bias.dtype == torch.float32 for bias in biases)
-    assert tool("show", run) == 0 and BIAS_OF.format(0) in capsys.readouterr().out
     whole = ["--dtype", "float32"]
     assert tool("export", run, plain, *whole, "--format", "safetensors") == 0
     written = load_file(next(plain.glob("*.safetensors")))
@@ -69,7 +56,7 @@ def test_biases_stay_out_of_hugging_face_and_start_at_zero(pool, tmp_path, capsy
     says(capsys.readouterr().err, "layers.0.moe.router.bias", 'balance = "sequence" or "none"')
 
     shutil.rmtree(run)
-    pool.run(run_until, [*one_step, '--model.overrides.balance="none"'], str(run), world=1)
+    train([*one_step, '--model.overrides.balance="none"'], run)
     assert tool("export", run, hf, *whole) == 0
     assert tool("import", hf, imported, *MOE, BIAS) == 0
     saved = load_tensors(run / "checkpoint/step-1")

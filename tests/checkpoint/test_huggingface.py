@@ -11,17 +11,17 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.saved import SAVING, everyone, rank, run_until, start
+from tests.checkpoint.saved import everyone, rank, start
 from tests.data.assets import make_assets
 from tests.jobs import PARROT, QUIET, TINY, job, run_to_end, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.runs import run
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
@@ -127,7 +127,7 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
 ROPE |= {"original_max_position_embeddings": 8192}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 EXPERTS |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.1}
-FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+FOREIGN = {
     "scaled": (
         "LlamaConfig",
         SIZES | {"rope_scaling": ROPE | {"original_max_position_embeddings": 64}},
@@ -160,7 +160,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("case", sample(FOREIGN, "gpt2", "qwen3 moe"))
 def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, capsys):
     hf, out = tmp_path / "hf", tmp_path / "out"
     theirs = made_by_transformers(case, hf)
@@ -184,23 +184,6 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     assert ("model.layers.1.mlp.experts.7.down_proj.weight" in back) == (case == "qwen3 moe")
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in back)
-
-
-@pytest.mark.long
-def test_a_run_from_a_folder_of_transformers_begins_at_their_loss(tmp_path):
-    hf, pattern = tmp_path / "hf", "0123456789abcdef"
-    theirs = made_by_transformers("qwen3 moe", hf)
-    (tmp_path / "text.txt").write_text(pattern * 1000)  # so that all windows are the same
-    argv = [*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"]
-    argv.append(f"--training.dataset_path={tmp_path}/text.txt")
-    trained = run(argv, tmp_path / "run", ranks=2)
-    says(trained.out, hf)
-    tokens = torch.tensor([[*pattern.encode()]])
-    with torch.no_grad():
-        logits = theirs(tokens).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits, tokens[0].roll(-1)).item()
-    assert trained.losses[1] == pytest.approx(loss, rel=1e-5)
-    assert trained.losses[3] < trained.losses[1]
 
 
 def config_of(flavor: Any, **change: Any) -> dict[str, Any]:
@@ -273,8 +256,7 @@ def counted_gathers(*arguments: Any) -> list[str]:
 
         write_files(staging, files, counted, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "_write_files", counting)
+    with patch.object(export_module, "_write_files", counting):
         exported(*arguments)
     return gathered
 
@@ -293,15 +275,15 @@ MODELS = {  # options, and those of a mesh of 4
 
 
 @pytest.mark.long
-def test_a_stack_of_experts_is_gathered_once(pool, tmp_path):
-    for gathered in pool.run(counted_gathers, QWEN, str(tmp_path), "bfloat16", world=2):
-        assert len(gathered) == len(set(gathered)) and "layers.1.moe.experts.w2" in gathered
-
-
-@pytest.mark.parametrize("model", sample(MODELS, "gpt2", long=["qwen3"]))
-def test_four_ranks_write_the_same_bytes_as_one(pool, tmp_path, model):
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_four_ranks_write_the_same_bytes_as_one_and_gather_each_parameter_once(
+    pool, tmp_path, model
+):
+    """One tensor of stacked experts becomes one of each."""
     argv, mesh = MODELS[model]
-    pool.run(exported, [*argv, *mesh], str(tmp_path / "four"), "bfloat16", world=4)
+    given = [*argv, *mesh], str(tmp_path / "four"), "bfloat16"
+    for gathered in pool.run(counted_gathers, *given, world=4):
+        assert gathered and len(gathered) == len({*gathered})
     pool.run(exported, argv, str(tmp_path / "one"), "bfloat16", world=1)
     one = contents(tmp_path / "one/out")
     assert sum(name.endswith("safetensors") for name in one) > 4
@@ -317,8 +299,7 @@ def start_counting(argv: list[str], folder: str) -> dict[str, Any]:
         elements.append(found.numel())
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.Reader, "read", counting)
+    with patch.object(files.Reader, "read", counting):
         return start(argv, folder) | {"elements": sum(elements)}
 
 
@@ -341,14 +322,6 @@ def from_hf(tmp_path) -> str:
     """The option that starts from a folder of Hugging Face, which `hf` is."""
     written(job(TINY, 1).model, tmp_path / "hf")
     return f"--checkpoint.initial_load_path={tmp_path}/hf"
-
-
-def test_a_run_that_began_with_hugging_face_weights_goes_on_from_its_own_checkpoint(
-    pool, begun, tmp_path, from_hf
-):
-    argv = [*SAVING, "--checkpoint.initial_load_in_hf", from_hf]
-    pool.run(run_until, argv, str(tmp_path / "run"), 2, world=1)
-    assert begun(argv, tmp_path / "run")["step"] == 2
 
 
 def test_what_is_excluded_may_be_missing(begun, tmp_path, from_hf):
@@ -381,7 +354,7 @@ def place(hf: Path, file: str) -> None:
 
 
 HEAD = "lm_head.weight"  # the last tensor of the last file
-DAMAGED: list[tuple[Any, list[str]]] = [
+DAMAGED = [
     (lambda hf, last: last.unlink(), ["lm_head.weight: missing"]),
     (lambda hf, last: os.truncate(last, last.stat().st_size - 10), ["safetensors: "]),
     (lambda hf, last: place(hf, last.name), ["model.norm.weight", "not in", "of-"]),
@@ -425,12 +398,11 @@ def test_every_key_of_transformers_is_compared_or_known_to_change_no_value(name)
 
 
 LINEAR = {"type": "linear", "factor": 2.0}
-CONTRADICTIONS: list[tuple[Any, dict[str, Any], list[str]]] = [  # what it says, and the model
+CONTRADICTIONS = [  # what it says, and the model
     (SMALL, {"rope_theta": None}, ["rope_theta 10000.0", "absent", "500000.0"]),
     (SMALL, {"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta 10000.0", "500000.0"]),
     (SMALL, {"rope_scaling": LINEAR}, ['rope_scaling {"rope_type": "linear"', "null"]),
     (SMALL, {"rope_scaling": {"factor": 2.0}}, ['rope_scaling {"rope_type": null', "null"]),
-    (SMALL, {"rope_scaling": "linear"}, ['rope_scaling "linear"', "null"]),
     (
         SCALED,
         {"rope_scaling": ROPE | {"factor": 4.0}},
@@ -459,7 +431,7 @@ def test_a_config_json_that_changes_a_value_is_refused_with_both(flavor, change,
     says(fault, "config.json", *named)
 
 
-HUB = """
+HUB = json.loads("""{
     "_name_or_path": "x", "bos_token_id": 128000, "eos_token_id": [128001, 128008],
     "initializer_range": 0.02, "pad_token_id": 0, "pretraining_tp": 1, "torch_dtype": "bfloat16",
     "transformers_version": "4.43.0", "use_cache": true, "attention_dropout": 0.0,
@@ -469,17 +441,15 @@ HUB = """
     "sliding_window": null,
     "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
     "resid_pdrop": 0.1
-"""
-
-
+}""")
 PLAIN = {"rope_theta": 500000.0, "rope_type": "default"}
 
 
 @pytest.mark.parametrize(
     ("flavor", "change"),
     [
-        (SMALL, json.loads(f"{{{HUB}}}")),
-        (GPT2_SMALL, json.loads(f"{{{HUB}}}")),
+        (SMALL, HUB),
+        (GPT2_SMALL, HUB),
         (SMALL, {"rope_theta": None, "rope_parameters": PLAIN}),  # as of transformers 5
         (SMALL, {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}),
         (SMALL, {"rope_theta": None, "rope_scaling": PLAIN}),
@@ -509,10 +479,8 @@ def fails_on_one(argv: list[str], folder: str) -> str:
             raise OSError(28, "full")
         write(path, tensors)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "write", full_disk)
-        with pytest.raises(RunFailed) as error:
-            exported(argv, folder, "bfloat16")
+    with patch.object(export_module, "write", full_disk), pytest.raises(RunFailed) as error:
+        exported(argv, folder, "bfloat16")
     return str(error.value)
 
 
@@ -581,6 +549,7 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
     assert contents(tmp_path / "named")["config.json"] == contents(target)["config.json"]
 
 
+PINNED = "--checkpoint.async_mode=async_with_pinned_mem"
 IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
 
 
@@ -589,9 +558,8 @@ IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
     [
         ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], ["parrot", "Hugging"]),
         ([*PARROT, *IN_HF], ["--format safetensors"]),
-        ([*TINY, "--checkpoint.last_save_in_hf"], ["checkpoint.enable = false"]),
-        ([*TINY, IN_HF[0]], ["needs", "checkpoint.initial_load_path"]),
         ([*TINY, *IN_HF, "--checkpoint.no_initial_load_model_only"], ["weights only"]),
+        ([*TINY, "--checkpoint.enable", PINNED], ["job.device"]),
     ],
 )
 def test_contradicting_keys_are_refused(words, named):

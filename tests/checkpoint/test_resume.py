@@ -3,25 +3,29 @@ on any other.
 """
 
 import json
+import shutil
+import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torch import nn
 
-from tests.checkpoint.layouts import LAYOUTS, WIDE, save_and_load_everywhere
-from tests.checkpoint.saved import SAVING, run_until, steps_in
+from tests.checkpoint.layouts import WIDE
+from tests.checkpoint.saved import SAVING, steps_in
 from tests.checkpoint.test_load import plant
-from tests.data.assets import make_assets
 from tests.jobs import QUIET, TEXT, TINY, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.runs import records
+from tests.observe.test_sinks import tensorboard
+from tests.runs import finish, records, run, start, wait_for
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
     Manifest,
     Position,
+    committed,
     read_state,
 )
 from titanlite.checkpoint.resume import Resume
@@ -31,7 +35,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.layout import Batch
-from titanlite.observe.run_folder import describe_environment
+from titanlite.observe.run_folder import describe_environment, new_archive_folder
 from titanlite.parallel import init, parallelize
 
 
@@ -40,7 +44,8 @@ def logged(folder: Path) -> list[tuple[int, float, float, int]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["tokens"]) for r in found]
 
 
-def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
+@pytest.mark.parametrize("workers", sample([0, 1], 0))
+def test_an_interrupted_run_ends_in_the_same_bits(train, tmp_path, workers):
     """GPT-2 with dropout and a frozen block, accumulation, 27 windows an epoch, 8 in a step,
     workers once.
     """
@@ -51,41 +56,35 @@ def test_an_interrupted_run_ends_in_the_same_bits(pool, tmp_path):
     sizes = "dim=16 n_layers=2 n_heads=2 dropout=0.2".split()
     argv += [f"--model.overrides.{size}" for size in sizes]
     argv += [f"--training.dataset_path={text}", "--training.global_batch_size=8"]
-    argv += ["--training.steps=12", "--checkpoint.keep_latest_k=2"]
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
+    argv += ["--training.steps=8", "--checkpoint.keep_latest_k=2"]
+    straight = train(argv, tmp_path / "straight", ranks=2)
     epoch_edge, again_in_it, right_after = 3, 5, 6  # 27 windows: the 4th step holds the edge
     cuts = [epoch_edge, again_in_it, right_after, None]
     begun, data, parts = [], {}, []
     # loader workers take time to start: they read the part that begins at the edge and ends in it
     for cut in cuts:
         mode = "disabled" if cut in (epoch_edge, right_after) else "async"
-        how = [f"--training.dataloader.num_workers={int(cut == again_in_it)}"]
+        how = [f"--training.dataloader.num_workers={workers * (cut == again_in_it)}"]
         how.append(f"--checkpoint.async_mode={mode}")
-        parts = pool.run(run_until, [*argv, *how], str(tmp_path / "cut"), cut, world=2)
+        parts = train([*argv, *how], tmp_path / "cut", cut, ranks=2)
         begun.append(parts[0]["begun"])
         data |= parts[1]["data"]
     assert begun == [0, *cuts[:-1]]
     assert data == straight[1]["data"]
     assert [part["state"] for part in parts] == [part["state"] for part in straight]
     assert logged(tmp_path / "cut") == logged(tmp_path / "straight")
-    assert steps_in(tmp_path / "cut") == ["step-11", "step-12"]
-    position = read_state(tmp_path / "cut/checkpoint/step-12")["position"]
-    assert (position["consumed"], position["epoch"]) == (12 * 8, 12 * 8 // 27)
+    assert steps_in(tmp_path / "cut") == ["step-7", "step-8"]
+    position = read_state(tmp_path / "cut/checkpoint/step-8")["position"]
+    assert (position["consumed"], position["epoch"]) == (8 * 8, 8 * 8 // 27)
 
 
 @pytest.mark.long
-def test_state_saved_on_any_layout_loads_on_any_other(pool, tmp_path):
-    layouts = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= 4}
-    assert {"tp2", "dp2tp2"} <= layouts.keys()
-    assert save_and_load_everywhere(pool, tmp_path, layouts) == []
-
-
-def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path):
+def test_a_run_resumed_on_other_meshes_equals_one_process(train, tmp_path):
     """Two steps on FSDP 2 x TP 2, three on FSDP 2, the rest on one rank, with another accumulation
     each.
     """
     argv = [*WIDE, *SAVING[len(TINY) :], "--training.steps=8", "--training.global_batch_size=4"]
-    pool.run(run_until, [*argv, "--training.local_batch_size=4"], str(tmp_path / "one"), world=1)
+    train([*argv, "--training.local_batch_size=4"], tmp_path / "one")
     stages = [
         (4, 2, ["--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=1"]),
         (2, 5, ["--training.local_batch_size=2"]),
@@ -93,7 +92,7 @@ def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path):
     ]
     parts = []
     for world, stop, layout in stages:
-        parts = pool.run(run_until, [*argv, *layout], str(tmp_path / "many"), stop, world=world)
+        parts = train([*argv, *layout], tmp_path / "many", stop, ranks=world)
     assert parts[0]["begun"] == 5
     one, many = logged(tmp_path / "one"), logged(tmp_path / "many")
     assert [(r[0], r[3]) for r in many] == [(r[0], r[3]) for r in one]
@@ -101,10 +100,12 @@ def test_a_run_resumed_on_other_meshes_equals_one_process(pool, tmp_path):
     assert [r[2] for r in many] == pytest.approx([r[2] for r in one], rel=1e-4)
 
 
-def test_another_global_batch_continues_with_the_next_sample_and_changes_are_logged(pool, tmp_path):
-    pool.run(run_until, SAVING, str(tmp_path), 2, world=1)
+def test_another_global_batch_continues_with_the_next_sample_and_changes_are_logged(
+    train, tmp_path
+):
+    train(SAVING, tmp_path, 2)
     changed = ["--training.local_batch_size=4", "--optimizer.lr=0.25", "--training.steps=6"]
-    (part,) = pool.run(run_until, [*SAVING, *changed], str(tmp_path), world=1)
+    (part,) = train([*SAVING, *changed], tmp_path)
     assert part["begun"] == 2
     position = read_state(tmp_path / "checkpoint/step-6")["position"]
     assert position["consumed"] == 2 * 2 + 4 * 4
@@ -112,6 +113,26 @@ def test_another_global_batch_continues_with_the_next_sample_and_changes_are_log
     says(line, "step 2", "training.local_batch_size 2 -> 4", "optimizer.lr 0.005 -> 0.25")
     rates = [record["lr"] for record in records(tmp_path) if "lr" in record]
     assert rates[2] > 10 * rates[1]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(train, tmp_path, deleted):
+    argv = [*SAVING, "--metrics.enable_tensorboard", "--training.steps=2"]
+    train(argv, tmp_path)
+    own = new_archive_folder(tmp_path, {*tmp_path.iterdir()} - {tmp_path / "checkpoint"})
+    first = logged(own)
+    train([*argv, "--optimizer.lr=0.01", "--checkpoint.folder=elsewhere"], tmp_path)
+    other = logged(tmp_path)
+    if deleted:
+        shutil.rmtree(own)
+    (resumed,) = train([*argv, "--training.steps=4"], tmp_path)
+    found = logged(tmp_path)
+    assert [step for step, *_ in found] == ([3, 4] if deleted else [1, 2, 3, 4])
+    assert deleted or (found[:2] == first != other)
+    notice = "metrics.jsonl has nothing" if deleted else "metrics.jsonl continues"
+    says("\n".join(resumed["log"]), notice)
+    assert sorted(tensorboard(tmp_path / "tb")["lr"]) == [step for step, *_ in found]
+    assert other in map(logged, (tmp_path / "previous").iterdir()), "the other run's record"
 
 
 _GLOBAL, _LOCAL = "--training.global_batch_size", "--training.local_batch_size"
@@ -122,7 +143,6 @@ _GLOBAL, _LOCAL = "--training.global_batch_size", "--training.local_batch_size"
     [
         ((-1, 8, 2), (8, 1), ["8 sequences", "16", f"{_GLOBAL} 16"]),
         ((-1, 8, 1), (8, 4), ["32 sequences", "8", f"{_GLOBAL} 8 {_LOCAL} 2"]),
-        ((24, 4, 2), (16, 2), ["32 sequences", "24", f"{_GLOBAL} 24 {_LOCAL} 4"]),
         ((-1, 3, 1), (8, 2), ["16 sequences", "2 data-parallel ranks", "3"]),
         ((-1, 4, 2), (8, 1), []),
         ((16, 8, 2), (8, 2), []),
@@ -158,7 +178,6 @@ _SCHEDULE = "--parallelism.pipeline_parallel_schedule"
         (_PP2, [*_PP2, f"{_SCHEDULE}=GPipe"], False),
         (_PP2, [*_PP2, f"{_SCHEDULE}=Interleaved1F1B"], True),  # which has other stages
         (_PP2, [*_PP2, "--parallelism.pipeline_parallel_microbatch_size=2"], True),
-        ([], ["--parallelism.pipeline_parallel_microbatch_size=2"], False),
     ],
 )
 def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, differ, tmp_path):
@@ -179,27 +198,28 @@ def test_a_module_that_drops_nothing_is_no_dropout(p):
 def drawn_at_start(argv: list[str], folder: str) -> list[str]:
     """Return the parameters that a start gives initial values."""
     names: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "fill", lambda parameter, name, *_: names.append(name))
-        patch.setattr(parallelize, "check_replicas", lambda *_: names.append("compared"))
+    with (
+        patch.object(init, "fill", lambda parameter, name, *_: names.append(name)),
+        patch.object(parallelize, "check_replicas", lambda *_: names.append("compared")),
+    ):
         trainer(argv, folder)
     return names
 
 
-def test_no_initial_values_are_drawn_where_a_checkpoint_follows(pool, tmp_path):
+def test_no_initial_values_are_drawn_where_a_checkpoint_follows(train, pool, tmp_path):
     for ranks in pool.run(drawn_at_start, SAVING, str(tmp_path), world=2):
         assert "norm.weight" in ranks and ranks[-1] == "compared"
-    pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
+    train(SAVING, tmp_path, 2, ranks=2)
     assert pool.run(drawn_at_start, SAVING, str(tmp_path), world=2) == [[], []]
     part = [*SAVING, "--checkpoint.exclude_from_loading=['model.norm.weight']"]
     for ranks in pool.run(drawn_at_start, part, str(tmp_path), world=2):
         assert "norm.weight" in ranks and ranks[-1] == "compared"
 
 
-def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):
+def test_without_a_seed_the_checkpoints_seed_is_used(train, tmp_path):
     argv = [*SAVING, "--debug.seed=none"]
-    pool.run(run_until, argv, str(tmp_path), 2, world=1)
-    (then,) = pool.run(run_until, argv, str(tmp_path), world=1)
+    train(argv, tmp_path, 2)
+    (then,) = train(argv, tmp_path)
     assert then["begun"] == 2
     folders = [*tmp_path.glob("checkpoint/step-*")]
     seeds = {read_state(folder)["position"]["seed"] for folder in folders}
@@ -208,43 +228,26 @@ def test_without_a_seed_the_checkpoints_seed_is_used(pool, tmp_path):
 
 
 def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(
-    pool, begun, tmp_path
+    train, begun, tmp_path
 ):
     def error(*more: str) -> str:
         return begun([*SAVING, *more], tmp_path)["error"]
 
-    (first,) = pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
+    (first,) = train(SAVING, tmp_path, 1)
     fingerprint = read_state(tmp_path / "checkpoint/step-1")["position"]["fingerprint"]
     says(error(f"--training.dataset_path={TEXT / 'held_out'}"), "[training]", fingerprint)
     says(error("--debug.seed=5"), "debug.seed = 5", "with 0")
     over = '--checkpoint.exclude_from_loading=["data"]'
     assert error("--debug.seed=5", over) == ""
     argv = [*SAVING, "--training.steps=2", over]
-    (again,) = pool.run(run_until, argv, str(tmp_path), world=1)
+    (again,) = train(argv, tmp_path)
     assert again["begun"] == 1 and again["data"] == {2: first["data"][1]}
     position = read_state(tmp_path / "checkpoint/step-2")["position"]
     assert (position["tokens"], position["consumed"]) == (2 * 2 * 16, 2)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_text_that_changed_is_refused_although_its_size_did_not(pool, begun, tmp_path, tokenizer):
-    text = tmp_path / "text" / "a.txt"
-    text.parent.mkdir()
-    text.write_text("abc defg " * 300)
-    argv = [*SAVING, f"--training.dataset_path={text.parent}"]
-    if tokenizer == "words":
-        assets = make_assets(tmp_path, ["abc defg gfed"], 260)
-        argv += [f"--model.hf_assets_path={assets}", "--model.overrides.vocab_size=300"]
-    pool.run(run_until, argv, str(tmp_path / "run"), 1, world=1)
-    for content, named in {"abc gfed ": ["[training]", "fingerprint"], "abc defg ": []}.items():
-        text.write_text(content * 300)
-        error = begun(argv, tmp_path / "run")["error"]
-        assert bool(error) == bool(named)
-        says(error, *named)
-
-
-def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(pool, begun, tmp_path):
-    pool.run(run_until, SAVING, str(tmp_path), 1, world=1)
+def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(train, begun, tmp_path):
+    train(SAVING, tmp_path, 1)
     folder = tmp_path / "checkpoint/step-1"
     environment = json.loads((folder / ENVIRONMENT).read_text())
     assert "learning rates" not in begun(SAVING, tmp_path)["log"]
@@ -270,13 +273,9 @@ def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
 TP2 = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
 
 
-PP2 = ["--parallelism.pipeline_parallel_degree=2"]
-
-
-@pytest.mark.parametrize(
-    ("world", "options"), sample([(2, []), (2, PP2), (4, TP2)], (2, []), every=2)
-)
-def test_a_stream_continues_where_each_reader_was(pool, tmp_path, world, options):
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "options"), [(2, []), (4, TP2)])
+def test_a_stream_continues_where_each_reader_was(train, tmp_path, world, options):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -285,9 +284,41 @@ def test_a_stream_continues_where_each_reader_was(pool, tmp_path, world, options
         (texts / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     argv = [*SAVING, "--training.dataset=c4_test", f"--training.dataset_path={texts}"]
     argv += ["--training.steps=8", *options]
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=world)
-    first = pool.run(run_until, argv, str(tmp_path / "cut"), 3, world=world)
-    then = pool.run(run_until, argv, str(tmp_path / "cut"), world=world)
+    straight = train(argv, tmp_path / "straight", ranks=world)
+    first = train(argv, tmp_path / "cut", 3, ranks=world)
+    then = train(argv, tmp_path / "cut", ranks=world)
     for rank in range(world):
         assert then[rank]["begun"] == 3 and then[rank]["state"] == straight[rank]["state"]
         assert first[rank]["data"] | then[rank]["data"] == straight[rank]["data"]
+
+
+LONG = [*TINY, "--checkpoint.enable", "--checkpoint.interval=4", "--training.steps=100000"]
+LONG.append("--metrics.log_freq=1")
+
+
+@pytest.mark.long
+def test_a_stopped_run_says_what_is_saved_and_resumes_and_a_finished_one_says_so(tmp_path):
+    steps = tmp_path / "checkpoint"
+    process = start(LONG, tmp_path, NGPU="2")
+    wait_for(steps / "step-4", process)
+    (refusal,) = run([*LONG, "--debug.seed=7"], tmp_path, code=2).out.splitlines()
+    says(refusal, f"pid {process.pid}", tmp_path)  # before anything is started or moved
+    wait_for(steps / f"step-{committed(steps)[-1] + 4}", process)
+    process.send_signal(signal.SIGINT)
+    code, out = finish(process)
+    assert code == 130 and "Traceback" not in out
+    newest = committed(steps)[-1]
+    says(out.splitlines()[-1], f"step {newest} of 100000", f"{steps}/step-{newest}")
+
+    target = newest + 3
+    argv = [*LONG, f"--training.steps={target}", "--lr_scheduler.total_steps=100000"]
+    resumed = run(argv, tmp_path)
+    says(resumed.out, f"resumed step {newest}", "--training.global_batch_size 4\n")
+    order = ["titanlite: resuming", "resumed step", f"step: {target:2}"]
+    places = [resumed.out.index(each) for each in order]
+    assert places == sorted(places)
+    trained = [record["step"] for record in resumed.records if "loss" in record]
+    assert trained == [*range(1, target + 1)], "no step twice"
+
+    (line,) = run(argv, tmp_path, ranks=2).out.splitlines()
+    says(line, f"step {target} of {target}", "--training.steps", "--job.dump_folder")

@@ -14,12 +14,13 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
+from tests.checkpoint.saved import SAVING, content, keeping_log, rank, steps_in
 from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
@@ -31,7 +32,6 @@ from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    faults,
     is_complete,
     latest_complete,
     read_manifest,
@@ -43,7 +43,6 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock, store
-from titanlite.runtime.distributed import WATCH_SECONDS
 from titanlite.train.trainer import Trainer
 
 
@@ -154,11 +153,13 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
         finish_save()
 
     run.save, saver.finish_save = save_noting_the_state, finish_save_at_last  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lambda: LateStream(events))
-        patch.setattr(torch.cuda, "stream", lambda stream: stream)
-        patch.setattr(torch.cuda, "current_stream", lambda: None)
-        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    with patch.multiple(
+        torch.cuda,
+        Stream=lambda: LateStream(events),
+        stream=lambda stream: stream,
+        current_stream=lambda: None,
+        device=lambda _: nullcontext(),
+    ):
         run.train()
     return events, all(in_step(folder, step, state) for step, state in saved.items())
 
@@ -204,7 +205,10 @@ def fails_at(point: str, on_rank: int, argv: list[str], folder: str) -> tuple[st
     return message, run.step, "\n".join(lines)
 
 
-@pytest.mark.parametrize(("point", "culprit"), [("half a file", 1), ("before the manifest", 0)])
+HALF = ("half a file", 1)
+
+
+@pytest.mark.parametrize(("point", "culprit"), sample([HALF, ("before the manifest", 0)], HALF))
 def test_a_full_disk_on_any_rank_stops_all_ranks(pool, tmp_path, point, culprit):
     argv = ["--training.steps=9"]
     for message, step, _ in pool.run(fails_at, point, culprit, argv, str(tmp_path), world=2):
@@ -237,34 +241,14 @@ def test_a_failed_last_save_ends_the_run_with_an_error_although_on_failure_is_wa
     assert step == 4
 
 
-def not_finite(folder: str) -> list[str]:
-    """A run whose loss is not finite at step 3, which is due to be saved."""
-    run = trainer(SAVING, folder)
-    original = run.runner.forward_backward
-
-    def forward_backward(step, batches, tokens):
-        loss = original(step, batches, tokens)
-        return loss * float("nan") if step == 3 and rank() == 1 else loss
-
-    run.runner.forward_backward = forward_backward  # type: ignore[method-assign]
-    with refused("step 3", "loss", "rank 1"):
-        run.train()
-    return steps_in(Path(folder))
-
-
-def test_a_nonfinite_step_is_never_saved(pool, tmp_path):
-    assert pool.run(not_finite, str(tmp_path), world=2) == [["step-1", "step-2"]] * 2
-
-
-def test_a_checkpoint_records_its_tensors_and_costs(pool, tmp_path):
+def test_a_checkpoint_records_its_tensors_and_costs(train, tmp_path):
     argv = [*SAVING, "--checkpoint.interval=2", "--training.steps=5"]
     argv.append("--checkpoint.enable_first_step_checkpoint")
-    pool.run(run_until, argv, str(tmp_path), world=2)
+    train(argv, tmp_path, ranks=2)
     assert steps_in(tmp_path) == ["step-1", "step-2", "step-4", "step-5"]
     folder = tmp_path / "checkpoint/step-4"
     manifest = read_manifest(folder)
     assert manifest.step == 4 and not manifest.weights_only
-    assert faults(folder, manifest, manifest.files) == []
     weight = manifest.tensors["optimizer.layers.1.attention.wq.weight.exp_avg"]
     assert (weight.shape, weight.dtype) == ((16, 16), "float32")
     assert weight.placement == "dim 0 over dp_shard"
@@ -284,8 +268,7 @@ def with_slow_writes(argv: list[str], folder: str) -> list[str]:
         time.sleep(1.1)
         publish(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "publish", publish_late)
+    with patch.object(store, "publish", publish_late):
         run.train()
     return lines
 
@@ -297,13 +280,13 @@ def test_a_save_that_takes_longer_than_the_grace_of_a_stop_is_warned_of(pool, tm
         assert sum("fault.grace_seconds" in line and "step 1" in line for line in lines) == warned
 
 
-def test_the_last_checkpoint_may_hold_only_weights(pool, tmp_path):
+def test_the_last_checkpoint_may_hold_only_weights(train, tmp_path):
     argv = [*SAVING, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
     argv.append("--checkpoint.last_save_model_only")
-    pool.run(run_until, argv, str(tmp_path), world=2)
+    train(argv, tmp_path, ranks=2)
     manifest = read_manifest(tmp_path / "checkpoint/step-3")
     assert manifest.weights_only and all(name.startswith("model.") for name in manifest.tensors)
-    (part,) = pool.run(run_until, [*argv, "--training.steps=4"], str(tmp_path), world=1)
+    (part,) = train([*argv, "--training.steps=4"], tmp_path)
     assert part["begun"] == 2, "the last one that can be resumed was kept"
     assert any("step-3" in line and "weights only" in line for line in part["log"])
     assert steps_in(tmp_path) == ["step-2", "step-4"]
@@ -406,8 +389,7 @@ def leftovers(has_locks: bool, folder: str) -> list[str]:
     is still there.
     """
     (Path(folder) / "checkpoint/.step-9.0123abcd.staging").mkdir(parents=True, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "works_on", lambda path: has_locks)
+    with patch.object(lock, "works_on", lambda path: has_locks):
         trainer(SAVING, folder)
     return os.listdir(f"{folder}/checkpoint")
 
@@ -432,8 +414,7 @@ def with_slow_deletions(folder: str) -> list[list[int]]:
         left.append(steps_to_delete(run.checkpoints.root, 2, 3, set()))
 
     run.saver._write = write_and_note  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cleanup, "delete", slow)
+    with patch.object(cleanup, "delete", slow):
         run.train()
     return left
 
@@ -449,10 +430,9 @@ def test_the_run_keeps_the_latest_and_every_nth_and_no_rank_runs_ahead_of_a_dele
 def on_a_disk_of_its_own(folder: str) -> str:
     """Return why a run whose ranks have different disks does not start."""
     clock = SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "time", clock)  # a network folder gets five seconds to show a file
-        with pytest.raises(UserError) as error:
-            trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
+    # A network folder gets five seconds to show a file
+    with patch.object(shared, "time", clock), pytest.raises(UserError) as error:
+        trainer([*TINY, "--checkpoint.enable"], f"{folder}/{rank()}")
     return str(error.value)
 
 
@@ -467,8 +447,7 @@ def heard(folder: str) -> tuple[int, list[int]]:
     """Save once; return the listings of the folder that is written, and how many ranks' values this
     rank got of what only rank 0 gathers.
     """
-    listed, received = [], []
-    gather, list_folder = commit.gather_objects, store.list_folder
+    received, gather = [], commit.gather_objects
 
     def note(value, group, only_rank_0=False):
         values = gather(value, group, only_rank_0)
@@ -476,21 +455,19 @@ def heard(folder: str) -> tuple[int, list[int]]:
             received.append(sum(map(bool, values)) if rank() == 0 else int(bool(value)))
         return values
 
-    def note_list(path):
-        listed.append(path)
-        return list_folder(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "gather_objects", note)
-        patch.setattr(store, "list_folder", note_list)
+    with (
+        patch.object(commit, "gather_objects", note),
+        patch.object(store, "list_folder", wraps=store.list_folder) as listing,
+    ):
         trainer([*SAVING, "--training.steps=1"], folder).train()
-    return sum(path.name.endswith(".staging") for path in listed), received
+    listed = (call.args[0].name for call in listing.call_args_list)
+    return sum(name.endswith(".staging") for name in listed), received
 
 
 def test_a_rank_names_its_file_and_rank_0_hears_a_row_of_each_and_one_table_of_those_alike(
     pool, tmp_path
 ):
-    assert pool.run(heard, str(tmp_path), world=4) == [(1, [1, 4]), *[(0, [0, 1])] * 3]
+    assert pool.run(heard, str(tmp_path), world=2) == [(1, [1, 2]), (0, [0, 1])]
 
 
 class Rows(torch.optim.SGD):
@@ -505,7 +482,6 @@ class Rows(torch.optim.SGD):
 
 def test_optimizer_state_is_created_without_a_step():
     layer = torch.nn.Linear(3, 2)
-    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     for optimizer, keys, numbers in (
         (torch.optim.AdamW(layer.parameters()), {"exp_avg", "exp_avg_sq"}, {"step"}),
         (torch.optim.SGD(layer.parameters(), momentum=0.9), {"momentum_buffer"}, set()),
@@ -519,25 +495,89 @@ def test_optimizer_state_is_created_without_a_step():
         of_optimizer = state.tensors().keys() - state.weights().keys()
         assert {name.rpartition(".")[2] for name in of_optimizer} == keys
         assert {name.rpartition(".")[2] for name in state.numbers()} == numbers
-        assert not steps and all(
-            torch.equal(p, before[name]) for name, p in layer.named_parameters()
-        )
+        assert not steps
     with refused("Rows", "rows", "[2]", "[2, 2]", kind=Exception):
         TrainingState([layer], Rows(layer.parameters()), {}).tensors()
 
 
-def timeouts(folder: str) -> tuple[float, float]:
-    """Return the timeouts of the checkpoints' group and of a training group after the first
-    step.
-    """
-    run = trainer([*TINY, "--checkpoint.enable", "--comm.train_timeout_seconds=7"], folder)
-    run.train()
-    own, others = (
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (run.checkpoints.group, run.mesh.loss)
-    )
-    return own - WATCH_SECONDS, others - WATCH_SECONDS
+TENSORS = {"model.a": torch.arange(1000.0), "model.b": torch.ones(3, 4)}
 
 
-def test_saving_has_its_own_timeout(pool, tmp_path):
-    assert pool.run(timeouts, str(tmp_path), world=2) == [(1800, 7)] * 2
+def committed(
+    root: Path, planned: Mapping[str, torch.Tensor] = TENSORS, **values: torch.Tensor
+) -> None:
+    """Commit step 1, with other values than planned, by the last part of their names."""
+    changed = {f"model.{name}": value for name, value in values.items()}
+    commit.commit(root, content(planned, {**planned, **changed}), group=None)
+
+
+@pytest.mark.parametrize(
+    ("point", "file", "size", "named"),
+    [
+        ("file written", "rank-0.safetensors", 40, ["4,048 bytes", "planned"]),
+        ("tensors stored", "rank-0.safetensors", 40, ["rank-0.safetensors", "40 bytes"]),
+        ("after the manifest", "state.json", 1, ["state.json", "1 bytes"]),
+    ],
+)
+def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, size, named):
+    def failpoint(name: str) -> None:
+        if name == point:
+            (path,) = tmp_path.glob(f".step-1.*/{file}")
+            os.truncate(path, size)
+
+    with calling(failpoint), refused("step 1", *named, kind=RunFailed):
+        committed(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_part_that_no_rank_wrote_is_found(tmp_path, monkeypatch):
+    write = commit._write_tensors
+
+    def lose_a_tensor(*args):
+        file, nbytes = write(*args)
+        return file, nbytes - 48
+
+    monkeypatch.setattr(commit, "_write_tensors", lose_a_tensor)
+    with refused("4,048 bytes", "4,000", kind=RunFailed):
+        committed(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3, 4).int(), torch.ones(4, 3)])
+def test_values_of_another_type_or_shape_than_planned_are_refused(tmp_path, wrong):
+    with refused("model.b: ", "planned", kind=RunFailed):
+        committed(tmp_path, b=wrong)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_type_that_no_checkpoint_holds_is_named(tmp_path):
+    with refused("model.a", "complex128", kind=RunFailed):
+        committed(tmp_path, {"model.a": torch.ones(2, dtype=torch.complex128)})
+
+
+def test_a_committed_folder_is_never_written_into(tmp_path):
+    committed(tmp_path)
+    with refused(f"{tmp_path}/step-1", kind=RunFailed):
+        committed(tmp_path, a=torch.ones(1000))
+    assert torch.equal(load_tensors(tmp_path / "step-1")["model.a"], TENSORS["model.a"])
+
+
+def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):
+    events, fsync = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with calling(events.append):
+        committed(tmp_path)
+    renamed = events.index("before the rename")
+    *files, staging = events[events.index("file written") + 1 : renamed]
+    written = {f"{staging}/{path.name}" for path in (tmp_path / "step-1").iterdir()}
+    assert {event for event in files if event.startswith("/")} == written and ".step-1." in staging
+    assert events[renamed:] == [
+        *("before the rename", f"{tmp_path}", "after the rename"),
+        *("before latest", f"{tmp_path}/.latest.new", f"{tmp_path}", "after latest"),
+    ]
+    assert torch.equal(load_tensors(tmp_path / "step-1")["model.a"], TENSORS["model.a"])

@@ -121,7 +121,6 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "checkpoint.initial_load_model_only checkpoint.exclude_from_loading checkpoint.verify_on_load",
     "checkpoint/test_save.py": "checkpoint.enable checkpoint.interval checkpoint.keep_latest_k "
     "checkpoint.keep_every checkpoint.enable_first_step_checkpoint checkpoint.interval_minutes "
-    "comm.checkpoint_timeout_seconds "
     "checkpoint.on_failure checkpoint.last_save_model_only checkpoint.async_mode fault.mtbf_hours",
     "config/test_faults.py": "model.name model.flavor training.dtype "
     "parallelism.data_parallel_shard_degree",
@@ -133,7 +132,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallelism.pipeline_parallel_first_stage_less_layers "
     "parallelism.pipeline_parallel_last_stage_less_layers "
     "parallelism.module_fqns_per_model_part",
-    "data/test_olmo.py": "training.dataloader.token_dtype",
+    "data/test_formats.py": "training.dataloader.token_dtype",
     "data/test_sources.py": "model.hf_assets_path",
     "data/test_stream.py": "training.repeat training.dataloader.stall_timeout_seconds",
     "data/test_windows.py": "training.packing training.document_mask training.mixture",
@@ -177,10 +176,11 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallel/test_lora.py": "lora.rank",
     "parallel/test_tensor.py": "parallelism.disable_loss_parallel "
     "parallelism.enable_async_tensor_parallel",
-    "runtime/test_distributed.py": "comm.trace_buf_size comm.save_traces_folder",
+    "runtime/test_distributed.py": "comm.trace_buf_size comm.save_traces_folder "
+    "comm.checkpoint_timeout_seconds",
     "stores/test_bucket.py": "checkpoint.upload_parallel checkpoint.part_mib "
     "checkpoint.stall_timeout_seconds",
-    "stores/test_mirror.py": "checkpoint.mirror checkpoint.mirror_keep_latest_k",
+    "faults/rounds.py": "checkpoint.mirror checkpoint.mirror_keep_latest_k",
     "stores/test_shards.py": "training.dataloader.cache_folder training.dataloader.cache_gib",
     "train/test_chunked_loss.py": "training.loss_chunks",
     "train/test_rank_facts.py": "fault.preflight",

@@ -1,18 +1,22 @@
-"""Chats: trained is exactly what the assistant says, on any mesh; a template can run no code."""
-
-from __future__ import annotations
+"""Chats: trained is exactly what the assistant says; a template can run no code, and those that trl
+ships give the text, ids and masks that transformers gives.
+"""
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
 
+from tests.data.assets import make_assets
 from tests.jobs import TINY, run_to_end
 from tests.messages import refused, says
-from tests.runs import losses
-from titanlite.data.chat import BEGIN, END, READ_ONLY, ChatTokenizer
+from titanlite.data.chat import BEGIN, END, READ_ONLY, TODAY, ChatTokenizer, _spans
 from titanlite.data.packing import IGNORED, LABELS, TOKENS, Concatenated, Packed
 from titanlite.data.sources import find_documents, open_source
 from titanlite.data.tokenizer import load_tokenizer
@@ -95,7 +99,6 @@ def test_windows_ignore_the_labels_of_what_is_only_read(tmp_path):
     source = open_source("training", "chat", f"{assets}/chats.jsonl", load_tokenizer(assets), 259)
     tokenizer = ChatTokenizer(assets)
     ids = [next(iter(tokenizer.encode_batch(tokenizer.texts(chat)))) for chat in chats]
-    assert source.document_ends().tolist() == np.cumsum([*map(len, ids)]).tolist()
     stream = np.concatenate(ids)
 
     def filled(windows: Concatenated | Packed, size: int) -> np.ndarray:
@@ -120,35 +123,6 @@ def chat_options(assets: str) -> list[str]:
     return [*TINY, *given.split()]
 
 
-LAYOUTS = {
-    "1": (1, "--training.local_batch_size=4"),
-    "dp2": (2, "--training.local_batch_size=1"),
-    "cp2": (2, "--parallelism.context_parallel_degree=2"),
-    "pp2": (2, "--parallelism.pipeline_parallel_degree=2"),
-}
-
-
-def test_the_loss_is_over_the_trained_tokens_on_every_mesh_and_after_a_resume(pool, tmp_path):
-    assets = folder(tmp_path / "a", PLAIN, [CHAT, CHAT[:2], CHAT[2:], CHAT] * 3)
-    argv = [*chat_options(assets), "--training.global_batch_size=4", "--debug.seed=1"]
-    argv += ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=4"]
-
-    def trained(layout: str, name: str, steps: int = 4) -> None:
-        world, more = LAYOUTS[layout]
-        given = [*argv, more, f"--training.steps={steps}"]
-        ranks = pool.run(run_to_end, given, str(tmp_path / name), world=world)
-        says(ranks[0]["start"], "a turn adds")
-
-    for layout in LAYOUTS:
-        trained(layout, layout)
-    trained("1", "resumed", steps=2)
-    trained("dp2", "resumed")
-    found = losses(tmp_path / "1")
-    assert len(found) == 4
-    for name in (*LAYOUTS, "resumed"):
-        assert losses(tmp_path / name) == pytest.approx(found, rel=1e-5), name
-
-
 def test_a_template_can_run_no_code(tmp_path):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = ChatTokenizer(folder(tmp_path, attack))
@@ -167,9 +141,7 @@ def test_a_template_can_run_no_code(tmp_path):
         ("{% for m in messages %}{{ m.role }}{% endfor %}", CHAT, "loses"),
         (PLAIN, CHAT[:1], "chats.jsonl: line 1: no message"),
         (PLAIN, "hello", 'line 1: "hello"'),
-        (PLAIN, [{"role": "assistant", "content": 3}], "line 1: "),
         (PLAIN, [{"role": "usr", "content": "a"}, *CHAT], '"usr"'),
-        (PLAIN, [{"content": "a"}, *CHAT], '"None"'),
         (PLAIN, [{"role": "assistant", "content": [{"type": "image"}]}], "line 1: "),
         (PLAIN, [{"role": "assistant", "content": "\ud83d"}], "surrogate pair"),
     ],
@@ -253,3 +225,81 @@ def test_generate_puts_a_question_into_the_template_and_needs_one(pool, tmp_path
     assert tool(*ask, tmp_path / "chats").startswith(question)
     pool.run(run_to_end, [*TINY, *saving], str(tmp_path / "text"), world=1)
     says(tool(*ask, tmp_path / "text", code=2), "chat template")
+
+
+WHEEL = "trl==1.16.0"
+TALK = [*CHAT[:3], {"role": "assistant", "content": "  you are \n"}]
+CHATS = {
+    "one turn": TALK[:2],
+    "two turns": TALK,
+    "a system message": [{"role": "system", "content": "be"}, *TALK],
+    "thoughts": [
+        {**each, "content": f"<think>\nhm\n</think>\n\n{each['content']}"}
+        if each["role"] == "assistant"
+        else each
+        for each in TALK
+    ],
+}
+SPECIAL = "</s> <s> <|im_start|> <|im_end|> <|begin_of_text|> <|eot_id|> <bos> <end_of_turn>"
+
+
+def templates(folder: Path) -> dict[str, str]:
+    """Return trl's templates by name, from its wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"{WHEEL} can't be downloaded: {done.stderr.strip()[-200:]}")
+    with ZipFile(next(folder.glob("*.whl"))) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith(".jinja")]
+        return {Path(name).stem: wheel.read(name).decode() for name in names}
+
+
+def differences(own: ChatTokenizer, theirs, chat: list[dict]) -> list[str]:
+    """Compare one chat's text, prompt, and with marks its ids and mask; [] if both refuse it."""
+    given = chat
+    if own._in_parts:  # transformers leaves that to its caller
+        parts = [[{"type": "text", "text": each["content"]}] for each in chat]
+        given = [{**each, "content": part} for each, part in zip(chat, parts, strict=True)]
+    try:
+        want = theirs.apply_chat_template(given, tokenize=False)
+    except Exception as error:
+        with refused("template fails"):
+            own.texts(chat)
+        assert "not supported" in str(error)
+        return []
+    found = ["text"] * (_spans(own._render(chat))[0] != want)
+    asked = {"tokenize": False, "add_generation_prompt": True}
+    found += ["prompt"] * (own.prompt(chat[:-1]) != theirs.apply_chat_template(given[:-1], **asked))
+    samples = own.texts(chat)
+    if "{% generation" in theirs.chat_template or "{%- generation" in theirs.chat_template:
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = theirs.apply_chat_template(given, **options)
+        (ids,) = own.encode_batch(samples)
+        found += ["ids"] * ((ids % READ_ONLY).tolist() != encoded["input_ids"])
+        mask = (ids < READ_ONLY).astype(np.int64).tolist()
+        found += ["mask"] * (mask != encoded["assistant_masks"])
+    return found
+
+
+@pytest.mark.nightly
+def test_the_templates_of_trl_render_as_in_transformers(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    clock = SimpleNamespace(now=lambda: TODAY)
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    assets = str(make_assets(folder, ["hello world how are you"], 400, SPECIAL.split()))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{assets}/tokenizer.json", **settings
+    )
+    wrong, sources = {}, templates(tmp_path)
+    for name, source in sources.items():
+        (folder / "chat_template.jinja").write_text(source)
+        own, theirs.chat_template = ChatTokenizer(assets), source
+        for kind, chat in CHATS.items():
+            if found := differences(own, theirs, chat):
+                wrong[f"{name}, {kind}"] = found
+        says(own.describe(), "trained on")
+    assert len(sources) == 72 and not wrong

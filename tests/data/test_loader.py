@@ -58,7 +58,7 @@ def test_the_order_is_the_same_on_any_ranks_workers_and_accumulation(windows):
     assert len(expected) == 12 and sorted(expected[:7]) == list("abcdefg")
     assert read(data, 2, steps=3) == read(data, 4, steps=3) == expected
     assert read(data, 2, accumulation=2, steps=3) == expected
-    assert read(data, 2, steps=3, num_workers=2) == expected
+    assert read(data, 1, steps=3, num_workers=2) == expected
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])

@@ -106,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_path):
     """Kill the command and its workers before the first shard and after one, then let a run
     finish.
@@ -165,11 +166,20 @@ def test_a_token_cache_may_be_a_link(assets, tmp_path):
     assert (text / ".titanlite").is_symlink() and (disk / "kept").exists()
 
 
-def test_a_line_belongs_to_the_piece_it_begins_in(tmp_path):
+def test_a_line_belongs_to_the_piece_it_begins_in_and_packed_lines_are_read_as_the_unpacked_ones(
+    tmp_path,
+):
     texts = ["x" * n for n in (1, 50, 3, 0, 200, 7)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    content = "\n".join(json.dumps({"text": text}) for text in texts).encode()
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    plain.write_bytes(content)
+    packed.write_bytes(gzip.compress(content))
     for limit in (1, 7, 13, 64, 1000):
-        assert texts_of(tmp_path, limit) == texts, limit
+        assert texts_of(plain, limit) == texts_of(packed, limit) == texts, limit
+    assert not text_files("x", str(packed)).are_plain
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with refused(packed):
+        texts_of(packed, 100)
 
 
 def test_a_long_text_stays_one_document(tmp_path, monkeypatch):
@@ -206,12 +216,7 @@ def test_parquet_rows_are_documents_and_a_damaged_file_is_named(tmp_path):
     write([1], "other")
     with refused(path, '"text"', "other, b"):
         texts_of(path, 1)
-    for rows, kind in (
-        ([1], "int64"),
-        ([b"a"], "binary"),
-        ([["a"]], "list<"),
-        ([{"string": "a"}], "struct<"),
-    ):
+    for rows, kind in (([1], "int64"), ([b"a"], "binary"), ([["a"]], "list<")):
         write(rows)
         with refused(path, f'"text" holds {kind}'):
             texts_of(path, 1)
@@ -228,7 +233,6 @@ BAD_LINES = {
     '"text"': "JSON object",
     '{"body": "x"}': 'no "text" in it but body',
     '{"text": null}': '"text" is null',
-    '{"text": 5}': '"text" is 5',
     '{"text": ["a"]}': '"text" is ["a"]',
     '{"text": "half \\ud83d"}': '"text" has \\ud83d',
 }
@@ -253,17 +257,6 @@ def test_much_text_makes_no_more_shards_than_a_start_can_look_at(tmp_path, monke
     assert len(prepared(tmp_path, tmp_path / "out")["shards"]) == 8
     monkeypatch.setattr(module, "MOST_UNIT_BYTES", 2000)
     assert len(prepared(tmp_path, tmp_path / "bounded")["shards"]) == 20
-
-
-def test_packed_lines_are_read_as_the_unpacked_ones(tmp_path):
-    texts = [f"document {i} " * (i % 7) for i in range(99)]
-    path = tmp_path / "a.jsonl.gz"
-    content = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    path.write_bytes(content)
-    assert texts_of(path, 100) == texts and not text_files("x", str(path)).are_plain
-    path.write_bytes(content[:-9])
-    with refused(path):
-        texts_of(path, 100)
 
 
 def test_what_is_skipped_in_a_folder_is_counted_and_named(tmp_path, capsys, tool):
@@ -309,7 +302,6 @@ def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(
         ("prepare nowhere --out out", "nowhere"),
         ("prepare . --out out --tokenizer no", '--tokenizer = "no": '),
         ("prepare . --out out --worker 2", "--workers?"),
-        ("show none", "none"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, tool, monkeypatch, words, named):

@@ -90,8 +90,6 @@ def test_damaged_shards_are_named(shards):
     [
         (np.arange(9) * 1.5, "float64 of shape (9,)"),
         (np.arange(12).reshape(3, 4), "int64 of shape (3, 4)"),
-        (np.array([True, False]), "bool of shape (2,)"),
-        (np.array(5), "int64 of shape ()"),
         (np.array([[1], [2, 3]], dtype=object), "is damaged"),
         (np.array([1, 2, -100, -1], np.int32), "id -100 at token 2 "),
     ],

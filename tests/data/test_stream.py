@@ -118,8 +118,6 @@ def test_windows_are_concatenated_documents_and_the_last_is_padded(folder):
         # Nothing is predicted across document boundaries.
         assert (masks[1] == IGNORED).tolist() == end.tolist()
         assert (masks[0] == window[0]).all()
-        assert masks[2].tolist() == [int(end[:at].sum()) for at in range(8)]
-        assert all(masks[3][at + 1] == 0 for at in range(7) if end[at])
 
 
 def loader_of(data: Stream, workers: int, ranks: int, rank: int = 0):
@@ -130,25 +128,29 @@ OFTEN = (1, 1, 2, 3, 5, 8, 1, 13, 4, 7)
 """Micro-batches between interruptions: right after each other, inside blocks and across epochs."""
 
 
-def in_turn(data: Stream, workers: int) -> Iterator[list]:
-    """Yield what rank 1 of 2 reads: batches of its readers in turn."""
+ALONE = [(0, 2, True, OFTEN), (0, 3, True, OFTEN), (0, 3, False, OFTEN)]
+"""Readers that share files, and that have whole ones; without workers."""
+
+
+def in_turn(data: Stream, workers: int, ranks: int) -> Iterator[list]:
+    """Yield what rank 1 reads: batches of its readers in turn."""
     count = workers or 1
-    readers = [iter(Reader(data, 1, count + n, 2 * count, batch=2)) for n in range(count)]
+    readers = [iter(Reader(data, 1, count + n, ranks * count, batch=2)) for n in range(count)]
     for turn in itertools.zip_longest(*(zip(each, each, strict=False) for each in readers)):
         yield from ([window.tolist() for window in pair] for pair in turn if pair)
 
 
 @pytest.mark.parametrize(
-    ("workers", "repeat", "cuts"),
-    sample([(0, True, OFTEN), (2, False, (10, 8))], (0, True, OFTEN)),
+    ("workers", "ranks", "repeat", "cuts"),
+    sample([*ALONE, (2, 2, False, (10, 8))], *ALONE),
 )
-def test_interrupted_streams_read_what_their_readers_read(folder, workers, repeat, cuts):
+def test_interrupted_streams_read_what_their_readers_read(folder, workers, ranks, repeat, cuts):
     data = stream(folder, repeat=repeat, masked=True)
-    expected = [*itertools.islice(in_turn(data, workers), sum(cuts))]
+    expected = [*itertools.islice(in_turn(data, workers, ranks), sum(cuts))]
     assert repeat or len(expected) < sum(cuts), "interrupted after the end too"
     state, read = None, []
     for cut in cuts:
-        loader = loader_of(data, workers, 2, 1)
+        loader = loader_of(data, workers, ranks, 1)
         if state is not None:
             loader.load_state_dict(state)
         prefetcher = BatchPrefetcher(loader, CPU)
@@ -157,24 +159,6 @@ def test_interrupted_streams_read_what_their_readers_read(folder, workers, repea
         prefetcher.close()
     assert read[: len(expected)] == expected
     assert all(row[1] == [IGNORED] * 8 for batch in read[len(expected) :] for row in batch)
-
-
-@pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("repeat", [True, False])
-def test_a_resumed_reader_of_whole_files_loses_no_document(folder, readers, repeat):
-    def read(state: dict | None, count: int) -> tuple[list, dict]:
-        reader = Reader(stream(folder, repeat=repeat, masked=True), 0, 0, readers, 1)
-        if state is not None:
-            reader.load_state_dict(state)
-        windows = [window.tolist() for window in itertools.islice(reader, count)]
-        return windows, json.loads(json.dumps(reader.state_dict()))
-
-    expected, _ = read(None, sum(OFTEN))
-    pieces, state = read(None, 0)
-    for cut in OFTEN:
-        windows, state = read(state, cut)
-        pieces += windows
-    assert pieces == expected
 
 
 def test_a_state_of_other_ranks_workers_or_data_is_refused(folder):
@@ -209,6 +193,7 @@ def train_to_the_end(argv: list[str], folder: str) -> tuple[int, str]:
     return run.tokens, str(caught.value)
 
 
+@pytest.mark.long
 def test_ranks_with_unequal_streams_stop_together(pool, uneven, tmp_path):
     argv = [*TINY, "--training.dataset=c4_test", f"--training.dataset_path={uneven}"]
     argv += ["--training.no_repeat", "--training.steps=99"]
@@ -231,6 +216,7 @@ def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
     return losses[0], losses[1], (total / count_valid(rows[:, 1])).item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [-1, 50])
 def test_validation_on_an_uneven_stream_covers_all_documents(pool, uneven, tmp_path, steps):
     argv = [*TINY, "--validation.enable", "--validation.dataset=c4_test"]
@@ -310,8 +296,6 @@ def test_settings_that_a_stream_does_not_support_are_refused(argv, named):
     [
         ("some/name@test", "", ["test", "train"]),
         ("some/name:en", "", ["'en'", "default"]),
-        ("c4_test", "nope", ['training.dataset_path = "nope"', "no such folder"]),
-        ("c4", "nope", ['training.dataset_path = "nope"', "no such folder"]),
         ("some/name", "nope", ['training.dataset_path = "nope"', "no such folder"]),
         ("c4_test", None, ["training.dataset_path"]),
     ],
@@ -330,7 +314,6 @@ def test_a_stream_that_cannot_be_opened_is_one_line(folder, name, path, named):
         (['{"text": 5}'], "a", ['"text"', "int64"]),
         (['{"content": "abc", "url": "x"}'], "a", ['"text"', "content, url", "training.text_key"]),
         (['{"text": "ab"}', '{"txt": "ab"}'], "b", ["txt", 'training.text_key = "text"']),
-        (['{"text": "ab"}', '{"text": ["ab"]}'], "b", ["list<", 'training.text_key = "text"']),
         (['{"text": "ab"}', '{"text": "a'], "b", ["JSON", 'training.text_key = "text"']),
     ],
 )

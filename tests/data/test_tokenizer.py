@@ -196,7 +196,6 @@ EOS = "<|end_of_text|>"
         ([EOS], EOS, "special_tokens_map.json", 0),
         (["<|begin|>", EOS], EOS, "tokenizer_config.json", 128_000),
     ],
-    ids=["a text", "a table", "in special_tokens_map.json", "several of a larger one"],
 )
 def test_tokens_that_only_the_config_of_a_tokenizer_defines_have_the_ids_of_transformers(
     tmp_path, names, eos, file, larger

@@ -1,7 +1,5 @@
 """Azurite, Microsoft's own server of Azure's blobs, on loopback; npm brings it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,9 +1,10 @@
-"""The servers of these tests, each started once a session, when it is first asked for."""
-
-from __future__ import annotations
+"""The servers of these tests, each started once a session, when it is first asked for; runs whose
+checkpoints are there, and what they leave.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,57 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.saved import SAVING, run_until
+from tests.lanes import sample
 from tests.stores import azure, gs, server
 from tests.stores.hub import URL, Hub
 from tests.stores.hub import environment as of_hub
 from tests.stores.hub import needs_extra as needs_hub
-from tests.stores.runs import TO, Store, Train, run_at
 from tests.stores.server import BUCKET, FaultProxy, credentials, in_environment
-from titanlite.cli import main
+from tests.tools.conftest import tool  # noqa: F401
+from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
+from titanlite.runtime import bucket
+from titanlite.runtime.bucket import place
+from titanlite.runtime.store import list_folder
 
 _FOLDERS = count()
+TO = "--training.steps={}".format
+CLOUDS = sample(["s3", "gs", "az"], "s3", "gs")
+Train = Callable[..., tuple[list[Any], int, str]]
+
+
+@dataclass
+class Store:
+    """An empty place in a store, the environment that leads there, and a proxy before it."""
+
+    name: str
+    url: str
+    environment: dict[str, str]
+    proxy: Any = None
+
+
+def run_at(
+    environment: dict[str, str],
+    argv: list[str],
+    folder: str,
+    stop: int | None,
+    patience: float,
+) -> dict[str, Any]:
+    """Train on a rank, with the stores of an environment."""
+    bucket._PATIENCE_SECONDS = patience
+    with in_environment(environment):
+        return run_until(argv, folder, stop)
+
+
+def whole_steps(url: str) -> list[int]:
+    """Return the steps of a place, every byte read."""
+    root, whole = place(url), []
+    for step in committed(root):
+        folder = step_folder(root, step)
+        if MANIFEST in list_folder(folder):
+            manifest = read_manifest(folder)
+            assert not faults(folder, manifest, manifest.files)
+            whole.append(step)
+    return whole
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +81,6 @@ def port_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             return ports[name]
 
         yield port_of
-
-
-@pytest.fixture(scope="session")
-def port(port_of: Callable[[str], int]) -> int:
-    return port_of("s3")
 
 
 @pytest.fixture
@@ -85,16 +123,15 @@ def url(store: Store) -> str:
 
 
 @pytest.fixture
-def train(pool: Any, store: Store, tmp_path: Path, request: pytest.FixtureRequest) -> Train:
-    """Trains to a step in the folder tmp_path / "run", with checkpoints, or another key that is
-    named, at `url`; returns the states, the step that it began at, and the log.
+def train(pool: Any, store: Store, tmp_path: Path) -> Train:
+    """Trains to a step in the folder tmp_path / "run", with checkpoints at `url`; returns the
+    states, the step that it began at, and the log.
     """
-    key = getattr(request, "param", "folder")
     here = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     patience = 1 if store.name == "s3" else 60
 
     def train(steps: int, *more: str, world: int = 2, stop: int | None = None) -> Any:
-        argv = [*SAVING, f"--checkpoint.{key}={store.url}", TO(steps), *more]
+        argv = [*SAVING, f"--checkpoint.folder={store.url}", TO(steps), *more]
         folder = str(tmp_path / "run")
         ranks = pool.run(run_at, here, argv, folder, stop, patience, world=world)
         return [rank["state"] for rank in ranks], ranks[0]["begun"], "\n".join(ranks[0]["log"])
@@ -116,14 +153,3 @@ def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     pool.run(run_until, [*SAVING, TO(2)], str(folder), world=2)
     return folder
-
-
-@pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs `titanlite checkpoint WORDS` here; returns its exit code and what it printed."""
-
-    def tool(*words: object) -> tuple[int, str]:
-        code = main(["checkpoint", *map(str, words)])
-        return code, "".join(capsys.readouterr())
-
-    return tool

@@ -3,8 +3,6 @@ uses, with its objects in memory. It was written from what the client sends and 
 documents; it asks for no credentials.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -21,6 +19,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from tests.stores.server import BUCKET
+
+Answer = tuple[int, dict[str, object], bytes]
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Request(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
 
-    def on_get(self, key: str) -> tuple[int, dict[str, object], bytes]:
+    def on_get(self, key: str) -> Answer:
         if not key:
             query = self.query
             return 200, {}, self.server.list(query.get("prefix", ""), query.get("delimiter", ""))
@@ -145,7 +145,7 @@ class Request(BaseHTTPRequestHandler):
 
     on_head = on_get
 
-    def on_put(self, key: str) -> tuple[int, dict[str, object], bytes]:
+    def on_put(self, key: str) -> Answer:
         if upload := self.query.get("uploadId"):
             number = int(self.query["partNumber"])
             self.server.uploads[upload][number] = self.body
@@ -153,7 +153,7 @@ class Request(BaseHTTPRequestHandler):
         condition = self.headers.get("x-goog-if-generation-match")
         return 200, self.server.store(key, self.body, condition).headers, b""
 
-    def on_post(self, key: str) -> tuple[int, dict[str, object], bytes]:
+    def on_post(self, key: str) -> Answer:
         if "uploads" in self.query:
             upload = f"upload-{next(self.server.generations)}"
             self.server.uploads[upload] = {}
@@ -167,7 +167,7 @@ class Request(BaseHTTPRequestHandler):
         tag = f"<ETag>{made.headers['ETag']}</ETag>"
         return 200, made.headers, _result("CompleteMultipartUploadResult", tag)
 
-    def on_delete(self, key: str) -> tuple[int, dict[str, object], bytes]:
+    def on_delete(self, key: str) -> Answer:
         if upload := self.query.get("uploadId"):
             self.server.uploads.pop(upload, None)
         else:

@@ -4,8 +4,6 @@ requests expect them, and the store by content (Xet, version 1) that both upload
 What the real one answers beyond that was not seen here.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -79,11 +77,6 @@ class Hub:
 
     def content(self, name: str) -> bytes:
         return self._contents[self.files[name]]
-
-    def change(self, name: str, content: bytes) -> None:
-        """Let a file of the bucket have another content, as another writer would."""
-        self.files[name] = f"{len(self._contents):064x}"
-        self._contents[self.files[name]] = content
 
     def _answer(self, method: str, target: str, headers: Any, body: bytes) -> Answer:
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)

@@ -1,7 +1,5 @@
 """A real S3 server on loopback, and a proxy before it that puts faults in."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -25,6 +23,7 @@ import pytest
 from titanlite.errors import UserError
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
+from titanlite.runtime.store import write
 
 BUCKET = "bucket"
 NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
@@ -98,7 +97,7 @@ def seaweedfs(folder: Path) -> Iterator[int]:
         probe: Any = place(f"s3://{BUCKET}/probe")
         for _ in range(300):  # it listens before it stores
             with suppress(UserError):
-                probe.bucket.put(probe.key, [b"probe"], 5)
+                write(probe, b"probe")
                 break
             time.sleep(0.1)
         yield port
@@ -158,7 +157,8 @@ class FaultProxy:
 
     def __init__(self, upstream: int) -> None:
         self.upstream = upstream
-        self.rule: Callable[[str, str], Fault | None] = lambda method, path: None
+        self.rule: Callable[[str, str], Fault | None]
+        self.heal()
         self.log: list[tuple[str, str]] = []
         self.read = Counter[str]()
         """Bytes of each object that were asked for."""
@@ -186,6 +186,25 @@ class FaultProxy:
 
         self.rule = once
         return met
+
+    def fail(self, pattern: str, after: int = 0, times: int = 1 << 30, **fault: Any) -> list[str]:
+        """Put a fault into so many requests "METHOD /path" with a pattern, after so many without
+        it; return the requests with that pattern.
+        """
+        met = list[str]()
+
+        def rule(method: str, path: str) -> Fault | None:
+            if not re.search(pattern, f"{method} {path}"):
+                return None
+            met.append(path)
+            return fault if after < len(met) <= after + times else None
+
+        self.rule = rule
+        return met
+
+    def heal(self) -> None:
+        """Let all requests through from now on."""
+        self.rule = lambda method, path: None
 
     async def _serve(self, reader: Any, writer: Any) -> None:
         with suppress(asyncio.IncompleteReadError, OSError):

@@ -1,8 +1,6 @@
-"""Hugging Face: a bucket is a mirror and a place of token shards, and an export becomes a model, as
-far as the client's own requests against a small server show.
+"""Hugging Face: a bucket is a place of copies and of token shards, and an export becomes a model,
+as far as the client's own requests against a small server show.
 """
-
-from __future__ import annotations
 
 import shutil
 import sys
@@ -11,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.jobs import TINY, job
+from tests.checkpoint.test_huggingface import contents
 from tests.messages import refused, says
-from tests.runs import run
-from tests.stores.hub import BUCKET, MODEL, URL, environment
-from tests.stores.test_cp import contents
-from titanlite.config.load import ConfigError
+from tests.stores.hub import BUCKET, MODEL, URL
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import list_folder, read, write, write_and_sum
@@ -71,74 +66,35 @@ def test_what_is_wrong_with_the_hub_is_one_line(hub, remedy, tool, saved):
     with refused("hf://", remedy, kind=bucket.BucketError) as caught:
         bucket.check(URL)
     assert "\n" not in f"{caught.value}" and caught.value.code == 2
-    code, out = tool("ls", URL)
+    out = tool("checkpoint ls", URL, code=2)
     says(out, remedy)
-    assert code == 2 and out.count("\n") == 1
+    assert out.count("\n") == 1
     hub.rule = lambda method, path: 401 if "create" in path and remedy == "token" else None
-    code, out = tool("export", saved, f"hf://{MODEL}")
+    out = tool("checkpoint export", saved, f"hf://{MODEL}", code=2)
     says(out, f"hf://{MODEL}", remedy)
-    assert code == 2 and out.count("\n") == 1 and not hub.repos
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "legal"),
-    [
-        ("folder", URL, "legal: a folder"),
-        ("mirror", f"hf://{MODEL}", "hf://buckets/OWNER/NAME/FOLDER"),
-        ("mirror", "hf://buckets/me", "hf://buckets/OWNER/NAME/FOLDER"),
-        ("initial_load_path", f"hf://{MODEL}", "hf://buckets/OWNER/NAME/FOLDER"),
-    ],
-)
-def test_other_places_of_the_hub_are_refused_with_what_is_legal(key, value, legal):
-    with refused(f'checkpoint.{key} = "{value}"', legal, kind=ConfigError):
-        job([*TINY, "--checkpoint.enable", f"--checkpoint.{key}={value}"], world=1)
+    assert out.count("\n") == 1 and not hub.repos
 
 
 def test_an_export_is_uploaded_as_it_would_be_written_into_a_new_private_model(
     hub, tool, saved, tmp_path
 ):
-    assert tool("export", saved, tmp_path / "hf")[0] == 0
-    code, out = tool("export", saved, f"hf://{MODEL}")
-    says(out, "step 2", f"hf://{MODEL}")
+    tool("checkpoint export", saved, tmp_path / "hf")
+    says(tool("checkpoint export", saved, f"hf://{MODEL}"), "step 2", f"hf://{MODEL}")
     expected = contents(tmp_path / "hf")
-    assert code == 0 and hub.repos[MODEL] == {".gitattributes": b"", **expected}
+    assert hub.repos[MODEL] == {".gitattributes": b"", **expected}
     assert hub.private and "model-00001-of-00001.safetensors" in expected
     assert not [*(tmp_path / "user" / "titanlite").iterdir()]
-    code, out = tool("export", saved, f"hf://{MODEL}")
-    says(out, f"hf://{MODEL} has weights")
-    assert code == 2 and hub.repos[MODEL] == {".gitattributes": b"", **expected}
+    says(tool("checkpoint export", saved, f"hf://{MODEL}", code=2), f"hf://{MODEL} has weights")
+    assert hub.repos[MODEL] == {".gitattributes": b"", **expected}
     for other in (f"hf://buckets/{BUCKET}", "hf://model", "s3://bucket/model"):
-        code, out = tool("export", saved, other)
+        out = tool("checkpoint export", saved, other, code=2)
         says(out, other, "legal: a folder, or hf://OWNER/NAME")
-        assert code == 2
 
 
 def test_a_damaged_checkpoint_makes_no_model(hub, tool, saved, tmp_path):
     shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
     weights = tmp_path / "step-2/rank-0.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    code, out = tool("export", tmp_path / "step-2", f"hf://{MODEL}")
+    out = tool("checkpoint export", tmp_path / "step-2", f"hf://{MODEL}", code=2)
     says(out, "rank-0.safetensors")
-    assert code == 2 and not hub.repos
-
-
-def test_a_file_that_is_damaged_in_a_bucket_is_named(hub, tool, saved, tmp_path):
-    file = "step-2/rank-1.safetensors"
-    assert tool("cp", saved, URL)[0] == 0
-    hub.change(f"run/{file}", b"1" + hub.content(f"run/{file}")[1:])
-    code, out = tool("export", URL, tmp_path / "damaged")
-    says(out, f"{URL}/{file}: damaged")
-    assert code == 2 and not (tmp_path / "damaged").exists()
-
-
-@pytest.mark.long
-def test_the_real_command_mirrors_into_a_bucket_or_says_in_a_line_why_not(hub, tmp_path):
-    argv = [*TINY, "--checkpoint.enable", f"--checkpoint.mirror={URL}"]
-    here: Any = environment(hub.url)
-    out = run(argv, tmp_path / "run", **here).out
-    says(out, f"step-3 and in {URL}")
-    assert "100%" not in out, "no bar of the client"
-    here["HF_TOKEN"] = ""
-    out = run(argv, tmp_path / "other", code=2, **here).out
-    says(out, "checkpoint.mirror", f"hf://buckets/{BUCKET}", "set HF_TOKEN")
-    assert len(out.splitlines()) == 2 and not (tmp_path / "other").exists()
+    assert not hub.repos

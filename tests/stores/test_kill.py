@@ -1,10 +1,8 @@
 """A kill -9 at any moment of a save into a bucket loses no more than that save, and the next start
-resumes by itself; from a mirror too, where the folder is lost.
+resumes by itself.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,11 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[Soak]:
+def soak(tmp_path_factory: pytest.TempPathFactory, port_of: Callable[[str], int]) -> Iterator[Soak]:
     folder: Path = tmp_path_factory.mktemp("soak") / "run"
     folder.mkdir()
-    with using(port):
-        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port))
+    with using(port_of("s3")):
+        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port_of("s3")))
         watcher = Watcher(soak.root)
         watcher.start()
         yield soak
@@ -42,12 +40,3 @@ def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak):
 
 def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):
     assert soak.finish() == []
-
-
-def test_a_killed_run_resumes_from_folder_or_mirror_no_older_than_its_log_says(tmp_path, port):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with using(port):
-        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/mirrored", port, "mirror"))
-        assert [soak.mirror_round(1, number) for number in range(2)] == [""] * 2
-        assert soak.finish() == []

@@ -1,16 +1,14 @@
 """Text and Hugging Face folders in a store: what is made of them is what a folder gives."""
 
-from __future__ import annotations
-
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.messages import says
-from titanlite.cli import main
 from titanlite.data.shards import MANIFEST
 from titanlite.runtime import bucket, store
 from titanlite.runtime.bucket import place
@@ -38,8 +36,10 @@ def text(url, tmp_path, monkeypatch) -> tuple[Path, str]:
     return folder, url
 
 
-def prepare(source: object, out: Path) -> int:
-    return main(["data", "prepare", str(source), "--out", str(out)])
+@pytest.fixture
+def prepare(tool) -> Callable[..., str]:
+    """Prepares text, requires an exit code, and returns what was printed."""
+    return lambda source, out, code=0: tool("data prepare", source, "--out", out, code=code)
 
 
 def shards(folder: Path) -> dict[str, Any]:
@@ -51,51 +51,45 @@ def shards(folder: Path) -> dict[str, Any]:
 
 
 def test_shards_of_text_in_a_store_are_those_of_a_folder_and_its_copy_is_gone(
-    text, proxy, tmp_path, capsys
+    text, proxy, tmp_path, prepare
 ):
     folder, url = text
-    assert prepare(folder, tmp_path / "here") == 0
     skipped = "2 skipped: more/b.jsonl.gz, notes.md"
-    says(capsys.readouterr().err, skipped)
-    assert prepare(url, tmp_path / "there") == 0
-    says(capsys.readouterr().err, f"{url}: {skipped}", f"{url}: 3 files")
+    says(prepare(folder, tmp_path / "here"), skipped)
+    says(prepare(url, tmp_path / "there"), f"{url}: {skipped}", f"{url}: 3 files")
     assert shards(tmp_path / "there") == shards(tmp_path / "here")
     assert not [*(tmp_path / "user").rglob("*.txt")]
     proxy.read.clear()
-    assert prepare(url, tmp_path / "there") == 0
-    says(capsys.readouterr().err, "already prepared")
+    says(prepare(url, tmp_path / "there"), "already prepared")
     assert not proxy.read
     store.write(place(f"{url}/a.txt"), TEXTS["a.txt"][:-1] + b"!")
-    assert prepare(url, tmp_path / "there") == 2
-    says(capsys.readouterr().err, url, "changed")
+    says(prepare(url, tmp_path / "there", code=2), url, "changed")
 
 
 def test_a_copy_that_was_stopped_goes_on_and_one_file_is_a_source_too(
-    text, proxy, tmp_path, capsys
+    text, proxy, tmp_path, prepare
 ):
     url = text[1]
-    proxy.rule = lambda method, path: {"status": 403} if path.endswith("c.jsonl.gz") else None
-    assert prepare(url, tmp_path / "there") == 2
-    says(capsys.readouterr().err, url, "credentials")
-    proxy.rule = lambda method, path: None
+    proxy.fail("c.jsonl.gz", status=403)
+    says(prepare(url, tmp_path / "there", code=2), url, "credentials")
+    proxy.heal()
     proxy.read.clear()
-    assert prepare(url, tmp_path / "there") == 0
+    prepare(url, tmp_path / "there")
     assert [path.rpartition("/")[2] for path in proxy.read] == ["c.jsonl.gz"]
-    assert prepare(f"{url}/a.txt", tmp_path / "one") == 0
-    assert prepare(text[0] / "a.txt", tmp_path / "one here") == 0
+    prepare(f"{url}/a.txt", tmp_path / "one")
+    prepare(text[0] / "a.txt", tmp_path / "one here")
     assert shards(tmp_path / "one") == shards(tmp_path / "one here")
 
 
 @pytest.mark.parametrize("case", ["no bucket", "no answer", "nothing"])
 def test_what_is_wrong_with_text_in_a_store_is_one_line(
-    case, url, proxy, tmp_path, capsys, monkeypatch
+    case, url, proxy, tmp_path, prepare, monkeypatch
 ):
     monkeypatch.setattr(bucket, "_PATIENCE_SECONDS", 1)
     wrong = "s3://nobody/text" if case == "no bucket" else url
     if case == "no answer":
-        proxy.rule = lambda method, path: {"status": 503}
-    assert prepare(wrong, tmp_path / "out") == (1 if case == "no answer" else 2)
-    said = capsys.readouterr().err
+        proxy.fail("", status=503)
+    said = prepare(wrong, tmp_path / "out", code=1 if case == "no answer" else 2)
     says(said, wrong.rpartition("/")[0])
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
 
@@ -106,22 +100,16 @@ def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_no
     target = tmp_path / "assets/model"
     for name in ("a.safetensors", "config.json", "model.safetensors"):  # of another version
         store.write(place(f"{url}/model/{name}"), b"[]")
-    proxy.rule = lambda method, path: {"status": 403} if "/model.safe" in path else None
-    code, out = tool("cp", f"{url}/model", target)
-    says(out, "s3://bucket", "credentials")
-    assert code == 2
+    proxy.fail("/model.safe", status=403)
+    says(tool("checkpoint cp", f"{url}/model", target, code=2), "s3://bucket", "credentials")
     assert not target.exists() and len([*target.parent.rglob("config.json")]) == 1
-    proxy.rule = lambda method, path: None
+    proxy.heal()
     store.delete(place(f"{url}/model/a.safetensors"))
     files = {"config.json": b"{}", "model.safetensors": b"12345678" * 99, "sub/merges.txt": b"a b"}
     for name, content in files.items():
         store.write(place(f"{url}/model/{name}"), content)
-    code, out = tool("cp", f"{url}/model", target)
-    says(out, f"{url}/model", f"{target}: 3 files")
-    assert code == 0
+    says(tool("checkpoint cp", f"{url}/model", target), f"{url}/model", f"{target}: 3 files")
     here = {path.relative_to(target).as_posix(): path for path in target.rglob("*.*")}
     assert {name: path.read_bytes() for name, path in here.items()} == files
     for there in (target, f"{url}/copy"):
-        code, out = tool("cp", f"{url}/model", there)
-        says(out, there, "new folder")
-        assert code == 2
+        says(tool("checkpoint cp", f"{url}/model", there, code=2), there, "new folder")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from tests.checkpoint.saved import keeping_log
 from tests.jobs import TINY, job, trainer
-from tests.lanes import sample
 from tests.messages import refused, says
 from titanlite.parallel.mesh import build_mesh
 from titanlite.runtime.distributed import gather_on_rank_0
@@ -20,7 +20,7 @@ from titanlite.runtime.rank_files import ATTEMPT
 from titanlite.train import network
 from titanlite.train.network import Timed, check_network, slow_parts
 from titanlite.train.rank_facts import Facts, differences, gpu_complaints, notable
-from titanlite.verify.pool import Pool, RankFailed
+from titanlite.verify.pool import RankFailed
 
 CPU = torch.device("cpu")
 PAIRS = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
@@ -169,8 +169,7 @@ def sent_to_rank_0() -> tuple[int, dict[str, list[Timed]]]:
         sent.append(value)
         return gather_on_rank_0(value)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "gather_on_rank_0", gather)
+    with patch.object(network, "gather_on_rank_0", gather):
         mesh = build_mesh(job(TINY, dist.get_world_size()).layout, "cpu").world
         groups, _ = network.measure(mesh, CPU)
     return len(pickle.dumps(sent)), groups
@@ -203,14 +202,8 @@ def lines_with_a_slow_rank(argv: list[str], slow: int) -> list[str]:
         return check_network(mesh, CPU, [some(rank) for rank in range(world)])
 
 
-@pytest.mark.parametrize(("world", "argv"), sample([(4, PAIRS), (8, [])], (4, PAIRS)))
-def test_a_rank_that_is_late_is_named(pool, world, argv):
-    ranks = pool if world == 4 else Pool(world)
-    try:
-        found = ranks.run(lines_with_a_slow_rank, argv, 3, world=world)
-    finally:
-        if ranks is not pool:
-            ranks.close()
+def test_a_rank_that_is_late_is_named(pool):
+    found = pool.run(lines_with_a_slow_rank, PAIRS, 3, world=4)
     assert not any(found[1:]), "rank 0 has the log"
     (line,) = [line for line in found[0] if "slow with each" in line]
     says(line, "warning: ", "rank 3 on host1")

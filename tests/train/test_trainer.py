@@ -1,5 +1,5 @@
-"""The training loop: the same numbers on every mesh and in every run, and all ranks stop at the
-same step.
+"""The training loop: its numbers are those of the same steps written by hand, all ranks stop at the
+same step, and validation has one value on any ranks.
 """
 
 import copy
@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.saved import keeping_log
-from tests.jobs import PARROT, TINY, run_to_end, trainer
+from tests.checkpoint.saved import SAVING, keeping_log, steps_in
+from tests.jobs import FLOAT64, PARROT, TINY, run_to_end, trainer, validated
+from tests.lanes import sample
 from tests.messages import refused, says
-from tests.models.test_gpt2 import GPT2
-from tests.runs import records
+from tests.parallel.rows import GPT2
+from tests.runs import losses, records
 from titanlite.data.windows import Windows
 from titanlite.models.common.feed_forward import SwiGLU
-from titanlite.runtime.distributed import WATCH_SECONDS
 from titanlite.train.guard import NonFinite
 from titanlite.train.report import loss_over_ranks
 from titanlite.verify.pool import RankFailed
@@ -26,30 +26,10 @@ from titanlite.verify.pool import RankFailed
 RARELY_LOGGED = [*TINY, "--training.steps=9", "--metrics.log_freq=9"]
 
 
-def numbers_of(folder: Path) -> list[float]:
-    """Return the loss and the gradient norm of each step."""
-    return [record[name] for record in records(folder) for name in ("loss", "grad_norm")]
-
-
-def test_losses_and_norms_equal_those_of_one_process(pool, tmp_path):
-    """Losses would not show a wrong scale of the gradients, which AdamW and clipping hide; norms
-    of SGD do.
-    """
-    argv = [*TINY, "--training.steps=5", "--optimizer.name=SGD"]
-    for world, local, total in ((4, 1, 8), (3, 1, 6)):
-        found = []
-        for ranks, size in ((1, total), (world, local)):
-            sizes = [f"--training.local_batch_size={size}", f"--training.global_batch_size={total}"]
-            folder = tmp_path / f"{ranks} of {total}"
-            pool.run(run_to_end, [*argv, *sizes], str(folder), world=ranks)
-            found.append(numbers_of(folder))
-        assert found[1] == pytest.approx(found[0], rel=1e-5), f"{world} ranks"
-
-
-def run_beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], list[float]]:
+def run_beside_a_plain_loop(folder: str) -> tuple[list[float], list[float]]:
     """Return losses and norms of the same steps written by hand, and of the trainer."""
     argv = [*TINY, "--training.steps=5", "--lr_scheduler.warmup_steps=0"]
-    run = trainer([*argv, f"--optimizer.name={optimizer}"], folder)
+    run = trainer(argv, folder)
     twin = copy.deepcopy(run.parts[0])
     data = run.data
     assert isinstance(data, Windows)
@@ -57,11 +37,7 @@ def run_beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], l
     decayed = [p for p in twin.parameters() if p.dim() > 1]
     exempt = [p for p in twin.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
-    plain = (
-        torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
-        if optimizer == "AdamW"
-        else torch.optim.SGD(groups, lr=5e-3)
-    )
+    plain = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     numbers: list[float] = []
     for step in range(5):
         windows = torch.stack([torch.as_tensor(data[2 * step + i]) for i in range(2)])
@@ -74,22 +50,13 @@ def run_beside_a_plain_loop(folder: str, optimizer: str) -> tuple[list[float], l
             group["lr"] = 5e-3 * (1 - step / 5)
         plain.step()
         numbers += [loss.item(), norm.item()]
-    return numbers, numbers_of(Path(folder))
+    logged = records(Path(folder))
+    return numbers, [record[name] for record in logged for name in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path, optimizer):
-    ((by_hand, by_trainer),) = pool.run(run_beside_a_plain_loop, str(tmp_path), optimizer, world=1)
+def test_a_run_equals_the_same_steps_written_by_hand(pool, tmp_path):
+    ((by_hand, by_trainer),) = pool.run(run_beside_a_plain_loop, str(tmp_path), world=1)
     assert by_trainer == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_two_runs_of_one_config_are_bit_equal_even_with_dropout(pool, tmp_path):
-    def end(name: str, *more: str) -> dict[str, torch.Tensor]:
-        return pool.run(run_to_end, [*PARROT, *more], str(tmp_path / name), world=2)[0]["weights"]
-
-    first, again, without = end("a"), end("b"), end("c", "--model.overrides.dropout=0.0")
-    assert all(torch.equal(again[name], weight) for name, weight in first.items())
-    assert not torch.equal(first["output.weight"], without["output.weight"]), "it must be on"
 
 
 def dropout_masks(folder: str, argv: list[str], module: str) -> dict[tuple[int, int], torch.Tensor]:
@@ -119,6 +86,7 @@ def test_dropout_differs_between_steps_ranks_and_seeds_without_saved_state(pool,
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
 
 
+@pytest.mark.long
 def test_ranks_of_a_tensor_parallel_group_drop_different_tokens(pool, tmp_path):
     """Each has a slice of the sequence; the same mask on all would drop the same places of every
     slice.
@@ -163,22 +131,22 @@ def train_with_nan(
 
 
 @pytest.mark.parametrize(
-    ("argv", "step", "of_loss", "named"),
+    ("argv", "step", "of_loss", "stops"),
     [
-        (RARELY_LOGGED, 3, True, "loss of rank 1 "),
-        (RARELY_LOGGED, 3, False, "gradient norm"),
-        (TINY, 2, True, "loss of rank 1 "),  # of three
-        (TINY, 3, True, "loss of rank 1 "),
+        (RARELY_LOGGED, 3, True, 4),
+        (RARELY_LOGGED, 3, False, 4),
+        (TINY, 3, True, 3),  # the last one
+        (SAVING, 2, True, 2),
     ],
 )
-def test_all_ranks_stop_at_the_same_step_and_name_what_was_not_finite(
-    pool, tmp_path, argv, step, of_loss, named
+def test_all_ranks_stop_at_the_same_step_that_is_never_saved_and_name_what_was_not_finite(
+    pool, tmp_path, argv, step, of_loss, stops
 ):
-    for stopped, message in pool.run(
-        train_with_nan, argv, str(tmp_path), 1, step, of_loss, world=3
-    ):
-        assert stopped == (3 if argv is TINY else step + 1)
-        says(message, f"at step {step} ", named)
+    found = pool.run(train_with_nan, argv, str(tmp_path), 1, step, of_loss, world=2)
+    for stopped, message in found:
+        assert stopped == stops
+        says(message, f"at step {step} ", "loss of rank 1 " if of_loss else "gradient norm")
+    assert argv is not SAVING or steps_in(tmp_path) == ["step-1"]
 
 
 def logged_numbers(folder: str) -> tuple[list[float], tuple[float, float]]:
@@ -211,7 +179,7 @@ def test_the_log_has_the_step_s_own_rate_tokens_per_device_and_the_largest_mean_
 
 def collection_steps(folder: str) -> list[int]:
     """Return the steps at which garbage of all generations was collected."""
-    run = trainer([*TINY, "--training.steps=10", "--training.gc_freq=4"], folder)
+    run = trainer([*TINY, "--training.steps=5", "--training.gc_freq=2"], folder)
     steps: list[int] = []
 
     def note(phase: str, info: dict) -> None:
@@ -228,7 +196,7 @@ def collection_steps(folder: str) -> list[int]:
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(pool, tmp_path):
-    assert pool.run(collection_steps, str(tmp_path), world=2) == [[4, 8], [4, 8]]
+    assert pool.run(collection_steps, str(tmp_path), world=2) == [[2, 4], [2, 4]]
 
 
 def notices_of_a_run_without_a_weight(folder: str, argv: list[str]) -> list[str]:
@@ -242,7 +210,7 @@ def notices_of_a_run_without_a_weight(folder: str, argv: list[str]) -> list[str]
     return [line for line in lines if "no gradient" in line]
 
 
-@pytest.mark.parametrize("argv", [[], ["--activation_checkpoint.mode=full"]])
+@pytest.mark.parametrize("argv", sample([[], ["--activation_checkpoint.mode=full"]], []))
 def test_parameters_that_forward_does_not_use_are_named_in_the_first_step(pool, tmp_path, argv):
     for lines in pool.run(notices_of_a_run_without_a_weight, str(tmp_path), argv, world=2):
         _, *names = "".join(lines).split("\n")
@@ -279,23 +247,54 @@ def seeds_drawn(folder: str) -> int:
 
 
 def test_without_a_seed_rank_0_draws_one_for_all(pool, tmp_path):
-    first, again = (pool.run(seeds_drawn, str(tmp_path), world=3) for _ in range(2))
+    first, again = (pool.run(seeds_drawn, str(tmp_path), world=2) for _ in range(2))
     assert len(set(first)) == len(set(again)) == 1 and first != again
 
 
-def timeouts_before_and_after_the_first_step(folder: str) -> tuple[list[float], list[float]]:
-    run = trainer([*TINY, "--comm.train_timeout_seconds=7"], folder)
+@pytest.mark.parametrize("steps", sample([-1, 2, 9], 2))
+def test_steps_of_a_ragged_set_give_one_value_on_any_ranks(pool, tmp_path, steps):
+    """Seven windows divide by no number of ranks; some ranks have none in the last batch, or none
+    at all.
+    """
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    argv = [*TINY, *FLOAT64, "--training.steps=2", "--training.global_batch_size=12"]
+    argv += ["--training.local_batch_size=3", "--validation.local_batch_size=3"]
+    argv += ["--validation.enable", f"--validation.dataset_path={tmp_path / 'text'}"]
+    argv += ["--validation.freq=1", "--validation.seq_len=32", f"--validation.steps={steps}"]
+    found = []
+    for world in (1, 2, 4):
+        folder = tmp_path / str(world)
+        pool.run(run_to_end, argv, str(folder), world=world)
+        found.append([r["validation_loss"] for r in records(folder) if "validation_loss" in r])
+    assert len(found[0]) == 2
+    assert found[1:] == [pytest.approx(found[0], rel=1e-9)] * 2
 
-    def seconds() -> list[float]:
-        groups = [dist.group.WORLD, run.mesh.loss, run.mesh.fsdp.get_group()]
-        options = [group._get_backend(torch.device("cpu")).options for group in groups]
-        return [each._timeout.total_seconds() for each in options]
 
-    before = seconds()
-    run.train()
-    return before, seconds()
+def validation_and_sample(folder: str, dropout: float) -> tuple[float, list[str]]:
+    argv = [*PARROT, f"--model.overrides.dropout={dropout}", "--validation.enable"]
+    log, lines = keeping_log()
+    run = trainer([*argv, "--validation.steps=3", "--generate.temperature=0.0"], folder, log)
+    loss = validated(run)
+    run.show_sample()
+    return loss, lines[-1:]
 
 
-def test_every_group_has_the_training_timeout_after_the_first_step(pool, tmp_path):
-    for before, after in pool.run(timeouts_before_and_after_the_first_step, str(tmp_path), world=2):
-        assert after == [7.0 + WATCH_SECONDS] * 3 and min(before) > after[0]
+def test_dropout_is_off_in_validation_and_generation(pool, tmp_path):
+    found = [
+        pool.run(validation_and_sample, str(tmp_path), dropout, world=1)[0]
+        for dropout in (0.0, 0.5)
+    ]
+    assert found[0] == found[1]
+    (text,) = found[0][1]
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
+
+
+def test_validation_does_not_change_training(pool, tmp_path):
+    """With dropout on: a model left in evaluation mode would train without it."""
+    settings = ["--validation.enable", "--validation.freq=1", "--validation.steps=1"]
+    found = []
+    for name, more in (("plain", []), ("validated", settings)):
+        pool.run(run_to_end, [*PARROT, *more], str(tmp_path / name), world=2)
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1]

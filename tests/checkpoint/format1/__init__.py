@@ -1,7 +1,5 @@
 """A checkpoint of format 1, saved by commit 5e04c4f on 4 ranks (dp_shard 2, tp 2)."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path
