@@ -199,16 +199,6 @@ def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_resumed_run_equals_an_uninterrupted_one(pool, tmp_path):
-    argv = [*SAVING, "--optimizer.name=Muon", NARROW, "--training.steps=4"]
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
-    pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=2)
-    resumed = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
-    assert resumed[0]["begun"] == 2
-    assert [part["state"] for part in resumed] == [part["state"] for part in straight]
-
-
-@pytest.mark.long
 def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
     for begun, options, change in (

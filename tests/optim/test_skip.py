@@ -41,7 +41,6 @@ CASES = {
     "Muon": "--optimizer.name=Muon",
     "bfloat16 state, Muon": "--optimizer.state_dtype=bfloat16 --optimizer.name=Muon",
     "stages": "--parallelism.pipeline_parallel_degree=2",
-    "float8": FLOAT8,
 }
 
 
