@@ -156,6 +156,7 @@ from huggingface_hub import constants; assert not constants.HF_HUB_OFFLINE
 """
 
 
+@pytest.mark.long
 def test_importing_titanlite_imports_no_transformers_and_a_class_leaves_the_hub_within_reach(
     tmp_path,
 ):
