@@ -59,7 +59,7 @@ def test_the_last_queries_see_what_they_see_among_all(kv_heads, last, as_on_a_gp
         causal = core(q, k, v)
         masked = core(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))
         assert differ(causal, masked), "the mask must matter"
-        cases = [(None, causal)]
+        cases: list[tuple[Any, torch.Tensor]] = [(None, causal)]
         for dropout in (0.0, DENSE):
             cases.append((document_mask(DOCUMENTS, q.dtype, dropout, last=last), masked))
         for mask, expected in cases:

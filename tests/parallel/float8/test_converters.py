@@ -25,7 +25,6 @@ from tests.parallel.float8.jobs import (
     WIDE,
 )
 from tests.parallel.rows import CHUNKS, OFFLOADED, RESHARD, TP, on_a_fake_rank
-from titanlite.config.job import Job
 from titanlite.config.load import ConfigError
 from titanlite.launch.nodes import gpu_capability
 from titanlite.launch.preflight import check_machine
@@ -33,7 +32,6 @@ from titanlite.parallel.build import build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.float8 import Float8, check_device, plan
 from titanlite.planner.placements import describe
-from titanlite.registry import Rule
 from titanlite.verify.pool import RankFailed
 
 LOUDER = [*TINY, "--model.package=louder", '--model.converters=["louder"]']
@@ -101,7 +99,7 @@ def test_missing_torchao_is_reported_with_the_install_command(monkeypatch):
 # ---------------------------------------------------------------- which layers
 
 
-def planned(*argv: str, world: int = 1) -> tuple[Any, Job, dict[str, Rule]]:
+def planned(*argv: str, world: int = 1) -> tuple[Any, Any, Any]:
     """Return what a plan needs: a model, its job and its table."""
     found = job([*WIDE, FLOAT8, *argv], world)
     model, table = build_model(found)
