@@ -58,6 +58,7 @@ def test_the_chunks_of_all_ranks_are_the_sequence(balanced):
     ids=["headtail", "none", "ulysses"],
 )
 def test_each_rank_reads_the_places_that_the_config_says(options, own):
+    """Those of the load balancer, or of Ulysses, which has none."""
     found = job([*EVEN, CP, *options], 4)
     read = [own_positions(found, rank, CPU, TOKENS) for rank in range(4)]
     assert [places.tolist() for places in read if places is not None] == [*own, *own]
