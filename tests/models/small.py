@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.jobs import relative_error
 from titanlite.models.gpt2 import GPT2Config
 from titanlite.models.llama3 import LlamaConfig
 from titanlite.models.qwen3 import QwenConfig
@@ -46,3 +47,16 @@ def random(spec: ModelSpec, config: Any) -> Any:
 
 def tokens(*size: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, size, generator=torch.Generator().manual_seed(0))
+
+
+def require_apart(model: Any) -> None:
+    """Require that three documents in a sequence have the outputs of each alone."""
+    lengths = [7, 1, 22]
+    given = tokens(1, sum(lengths))
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    with torch.no_grad():
+        together = model(given, positions, documents)
+        apart = torch.cat([model(part) for part in given.split(lengths, dim=1)], dim=1)
+        assert relative_error(together, apart) <= 1e-6
+        assert relative_error(together, model(given)) > 1e-2

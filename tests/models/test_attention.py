@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.jobs import FLOAT64, TINY, gradients, job, relative_error, require_close, trainer
+from tests.jobs import TINY, job, relative_error
 from tests.lanes import sample
 from tests.models import small
-from titanlite.data.loader import MicroBatch
 from titanlite.models.common import attention
 from titanlite.models.common.attention import CausalAttention, document_mask
 from titanlite.models.gpt2 import GPT2Config
@@ -51,25 +50,20 @@ def differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return (found - expected).abs().max().item() > 1e-6
 
 
-@pytest.mark.parametrize(("kv_heads", "last"), [(4, 40), (2, 40), (2, 13)])
-def test_flex_attention_equals_the_masked_kernel(kv_heads, last, as_on_a_gpu):
+@pytest.mark.parametrize(("kv_heads", "last"), [(4, 40), (2, 40), (2, 13), (2, 1)])
+def test_the_last_queries_see_what_they_see_among_all(kv_heads, last, as_on_a_gpu):
+    """Causally, and of documents by the masked kernel and by FlexAttention."""
     q, k, v = random_heads(kv_heads)
+    core = CausalAttention()
     with torch.no_grad():
-        expected = CausalAttention()(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))
-        found = CausalAttention()(
-            q[:, :, -last:], k, v, document_mask(DOCUMENTS, q.dtype, last=last)
-        )
-        assert not differ(found, expected[:, :, -last:])
-        assert differ(CausalAttention()(q, k, v), expected), "the mask must matter"
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("last", [1, 13, 40])
-def test_the_last_queries_see_what_they_see_among_all(masked, last):
-    q, k, v = random_heads()
-    whole, rows = (document_mask(DOCUMENTS, q.dtype, last=n) if masked else None for n in (0, last))
-    expected = CausalAttention()(q, k, v, whole)[:, :, -last:]
-    assert not differ(CausalAttention()(q[:, :, -last:], k, v, rows), expected)
+        causal = core(q, k, v)
+        masked = core(q, k, v, document_mask(DOCUMENTS, q.dtype, DENSE))
+        assert differ(causal, masked), "the mask must matter"
+        cases: list[tuple[Any, torch.Tensor]] = [(None, causal)]
+        for dropout in (0.0, DENSE):
+            cases.append((document_mask(DOCUMENTS, q.dtype, dropout, last=last), masked))
+        for mask, expected in cases:
+            assert not differ(core(q[:, :, -last:], k, v, mask), expected[:, :, -last:])
 
 
 def test_models_with_other_numbers_of_heads_compile_one_after_another():
@@ -180,27 +174,3 @@ def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a
     assert not [n for n in forward | backward if "sort" in n or "scaled_dot_product" in n]
     assert (forward["flex_attention"], backward["flex_attention_backward"]) == (1, 1)
     assert backward["flex_attention"] == (mode == "full")
-
-
-def gradients_under_a_mask(argv: list[str], folder: str, flex: bool) -> dict[str, torch.Tensor]:
-    with pytest.MonkeyPatch.context() as patch:
-        if flex:
-            take_the_cpu_for_a_gpu(patch)
-        run = trainer([*argv, *FLOAT64], folder)
-        tokens = torch.arange(80).view(2, 40) % 7
-        rows = torch.stack([tokens, tokens, DOCUMENTS, torch.arange(40).expand(2, 40)], dim=1)
-        run.runner.forward_backward(1, [MicroBatch(rows)], torch.tensor(80))
-        return gradients(run)
-
-
-@pytest.mark.long
-def test_flex_attention_trains_like_the_masked_kernel_on_a_mesh(pool, tmp_path):
-    argv = [*TINY, "--model.overrides.n_kv_heads=2", "--training.seq_len=40"]
-    argv += ["--compile.enable", "--compile.backend=aot_eager"]
-    argv += ["--activation_checkpoint.mode=selective", "--parallelism.tensor_parallel_degree=2"]
-    dense, flex = (
-        pool.run(gradients_under_a_mask, argv, str(tmp_path), kind, world=4)
-        for kind in (False, True)
-    )
-    for expected, found in zip(dense, flex, strict=True):
-        require_close(found, expected, 1e-10)

@@ -1,68 +1,44 @@
-"""GPT-2: logits of transformers' model with and without dropout, and initial values."""
+"""GPT-2: the dropout of transformers' model, and initial values."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from typing import Any
 
 import pytest
 import torch
 
-from tests.jobs import QUIET, job
+from tests.jobs import job
 from tests.messages import refused
 from tests.models import small
-from titanlite.checkpoint.hf.names import Translation
+from tests.parallel.rows import GPT2  # noqa: F401  tests/train has it from here
+from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.models.gpt2 import SPEC, GPT2Config
 
-GPT2 = [
-    *QUIET,
-    "--model.name=gpt2",
-    *(f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()),
-]
 
-
-def transformers_model(config: GPT2Config, model: Any) -> Any:
-    """Return transformers' GPT-2 with the same weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import GPT2Config as HFConfig
-        from transformers import GPT2LMHeadModel
-
-    weights = dict(model.named_parameters())
-    translation = Translation(SPEC, config)
-    state = {
-        tensor.name: tensor.build([weights[name].detach() for name in tensor.parameters])
-        for tensor in translation.hf_tensors(torch.float32)
-    }
-    theirs = GPT2LMHeadModel(HFConfig(**SPEC.hf.config(config)))
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected
-    theirs.tie_weights()
-    return theirs
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_logits_equal_transformers_gpt2(dropout):
-    """From the same random state, dropout falls on the same places in training, and is off in
-    evaluation.
+def test_dropout_is_that_of_transformers_gpt2(tmp_path):
+    """From the same random state it falls on the same places in training, and is off in evaluation;
+    tests/checkpoint/test_huggingface.py compares models without it.
     """
-    config = dataclasses.replace(small.GPT2, dropout=dropout)
-    model = small.random(SPEC, config)
-    reference = transformers_model(config, model)
-    tokens = small.tokens(2, 64)
-    logits = {}
+    from transformers import GPT2Config as HFConfig
+    from transformers import GPT2LMHeadModel
+
+    config = dataclasses.replace(small.GPT2, dropout=0.5)
+    theirs = GPT2LMHeadModel(HFConfig(**SPEC.hf.config(config)))
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    theirs.save_pretrained(tmp_path)
+    folder = HuggingFaceFolder(tmp_path, SPEC, config)
+    own = small.built(SPEC, config)[0].requires_grad_(False)
+    for name, parameter in own.named_parameters():
+        parameter.copy_(folder.read(name))
+    tokens, logits = small.tokens(2, 64), dict[bool, torch.Tensor]()
     for training in (False, True):
-        found = []
-        for either in (model.train(training), reference.train(training)):
-            torch.manual_seed(0)
-            with torch.no_grad():
-                out = either(tokens)
-            found.append(out if either is model else out.logits)
-        logits[training] = found[0]
-        assert found[0].std() > 0.5
-        assert (found[0] - found[1]).abs().max().item() <= 1e-5, f"training {training}"
-    assert torch.equal(logits[False], logits[True]) == (dropout == 0)
+        torch.manual_seed(0)
+        logits[training] = own.train(training)(tokens)
+        torch.manual_seed(0)
+        expected = theirs.train(training)(tokens).logits
+        assert (logits[training] - expected).abs().max().item() <= 1e-5, f"training {training}"
+    assert (logits[False] - logits[True]).abs().max() > 0.5
 
 
 def test_initial_values_are_those_of_gpt2():

@@ -1,4 +1,7 @@
-"""The mixture of experts, against a loop over tokens in float64."""
+"""The mixture of experts, against a loop over tokens in float64.
+
+tests/parallel proves it of sequences in parts.
+"""
 
 from typing import Any
 
@@ -23,10 +26,9 @@ def build(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
     return moe
 
 
-def inputs(dtype: torch.dtype = torch.float64, tokens: int = 7) -> Tensor:
-    return torch.randn(
-        2, tokens, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype
-    ).requires_grad_()
+def inputs(dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 7, DIM, generator=generator, dtype=dtype).requires_grad_()
 
 
 def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,36 +109,6 @@ def test_only_first_forward_passes_of_training_are_counted():
     router.runs_again = lambda: False
     moe(inputs())
     assert router.counts.sum() == 28 and router.auxiliary > 0
-
-
-def test_parts_of_a_sequence_add_up():
-    """Where ranks share sequences, they sum counts; losses and gradients of their parts are then
-    the whole's.
-    """
-    whole, halves = build(), build()
-    x = inputs(tokens=8)
-    router: Any = whole.router
-    part: Any = halves.router
-    whole(x).pow(2).sum().backward()
-    counts = [halves.router.choose(half)[3] for half in x.detach().chunk(2, dim=1)]
-    part.reset_buffers()
-    part.sum_over_sequence = lambda _: counts[0] + counts[1]
-    for half in x.chunk(2, dim=1):
-        halves(half).pow(2).sum().backward()
-    assert torch.equal(part.counts, router.counts)
-    assert abs(part.auxiliary - router.auxiliary) < 1e-15
-    assert torch.allclose(part.weight.grad, router.weight.grad, rtol=0, atol=1e-13)
-
-
-def test_forced_balance_chooses_every_expert_equally():
-    moe = build()
-    router: Any = moe.router
-    router.forced = True
-    moe(inputs(tokens=6))
-    assert router.counts.tolist() == [6] * EXPERTS
-    assert router.auxiliary == pytest.approx(2 * 0.001), (
-        "for each sequence, the least that there is"
-    )
 
 
 def test_the_router_of_bfloat16_computes_in_float32():

@@ -3,13 +3,10 @@
 import json
 from pathlib import Path
 
-import torch
-
-from tests.jobs import FLOAT64, PARROT, QUIET, job, require_close, run_to_end
+from tests.jobs import FLOAT64, QUIET, require_close, run_to_end
 from tests.messages import refused, says
 from titanlite.cli import main
 from titanlite.config.config_json import model_of
-from titanlite.parallel.build import build_model
 from titanlite.registry import expert_paths, get_model
 
 MIXED = [*QUIET, "--model.package=mixed", "--model.name=mixed", "--model.flavor=small"]
@@ -54,16 +51,3 @@ def test_an_entry_point_registers_a_model_and_one_that_fails_is_one_line_that_na
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "owl"}))
     with refused("owl", "legal: gpt2, llama"):
         model_of(tmp_path)
-
-
-def test_parameter_outside_the_table_is_an_error(monkeypatch):
-    import parrot.model
-
-    class Extra(parrot.model.Parrot):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.extra = torch.nn.Parameter(torch.zeros(3))
-
-    monkeypatch.setattr(parrot.model, "Parrot", Extra)
-    with refused("extra", "no row"):
-        build_model(job(PARROT, 1))

@@ -1,4 +1,4 @@
-"""Registered models: published sizes, documents, pipeline stages, and FLOPs."""
+"""Registered models: published sizes, documents, and FLOPs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.jobs import relative_error
 from tests.messages import refused
-from tests.models.small import QWEN, SMALL, built, random, tokens
+from tests.models.small import QWEN, SMALL, built, random, require_apart, tokens
 from titanlite.observe.throughput import flops_per_token
 from titanlite.parallel.build import build_meta_model
 from titanlite.registry import get_model, register_model
@@ -46,28 +45,7 @@ def test_flavors_have_the_published_numbers_of_parameters():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_documents_are_kept_apart_as_if_each_were_alone(name):
-    model = random(*SMALL[name])
-    lengths = [7, 1, 22]
-    given = tokens(1, sum(lengths))
-    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
-    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    with torch.no_grad():
-        together = model(given, positions=positions, documents=documents)
-        apart = torch.cat([model(part) for part in given.split(lengths, dim=1)], dim=1)
-        assert relative_error(together, apart) <= 1e-6
-        assert relative_error(together, model(given)) > 1e-2
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_stages_and_head_compose_to_the_model(name):
-    """A pipeline stage lacks some modules; layers keep their global numbers."""
-    model, first, last = (random(*SMALL[name]) for _ in range(3))
-    first.norm = first.output = last.tok_embeddings = last.pos_embeddings = None
-    del first.layers["1"], last.layers["0"]
-    given = tokens(2, 8)
-    with torch.no_grad():
-        found = last(first(given), head=lambda hidden, output: -output(hidden))
-        assert torch.equal(found, -model(given))
+    require_apart(random(*SMALL[name]))
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import TINY, fake_world, job
+from tests.jobs import MOE
 from tests.messages import says
+from tests.parallel.rows import on_a_fake_rank
 from titanlite.models.common.attention import CausalAttention
 from titanlite.models.common.decoder import Decoder
 from titanlite.models.common.moe import Experts, MoE, Router
-from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.parallelize import parallelize
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 TITLE = "## 4. What a technique puts on your modules"
 ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \|.*\| (.*?) \|$", PAGE.partition(TITLE)[2], re.MULTILINE)
-MOE = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--model.overrides.n_kv_heads=2"]
 
 
 def attributes(model: nn.Module) -> dict[str, set[str]]:
@@ -40,12 +39,10 @@ def attributes(model: nn.Module) -> dict[str, set[str]]:
 )
 @pytest.mark.parametrize("extra", ["--activation_checkpoint.mode=full", "--compile.enable"])
 def test_techniques_set_the_attributes_of_the_page_and_no_other(options, found, extra):
-    argv = [*TINY, *MOE, extra, *[f"--parallelism.{option}" for option in options.split()]]
-    checked = job(argv, 4)
-    model, table = build_model(checked)
-    before = attributes(model)
-    with fake_world(checked.layout) as mesh:
-        ((part,), _) = parallelize(model, Context(checked, mesh, table, torch.device("cpu")))
+    argv = [*MOE, extra, *[f"--parallelism.{option}" for option in options.split()]]
+    with on_a_fake_rank(argv, 4) as (model, context):
+        before = attributes(model)
+        ((part,), _) = parallelize(model, context)
     added = {name for path, names in attributes(part).items() for name in names - before[path]}
     added = {name for name in added if name[0] != "_"}  # those are torch's, of hooks and of FSDP2
     graphs = {name for module in (Router, MoE, Experts) for name in module.compiled_methods}

@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import TINY, full, job, run_to_end, trainer
-from tests.lanes import sample
 from tests.messages import refused
 from tests.runs import losses
 from titanlite.layout import Layout
@@ -99,22 +98,13 @@ def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
 def test_state_has_the_same_bits_on_every_mesh(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", NARROW]
     expected = pool.run(states_after_steps, argv, str(tmp_path), world=1)
-    for world, options in ((3, []), (4, ["--parallelism.tensor_parallel_degree=2"])):
+    for world, options in ((3, []), (2, ["--parallelism.tensor_parallel_degree=2"])):
         found = pool.run(states_after_steps, [*argv, *options], str(tmp_path), world=world)
         assert found == expected * world
 
 
-CLOSE = {
-    "AdamW": "",
-    "AdamW, bfloat16 weights": "--training.dtype=bfloat16",
-    "Muon": "--optimizer.name=Muon",
-}
-
-
-@pytest.mark.parametrize("case", sample(CLOSE, "AdamW"))
-def test_training_is_close_to_that_with_float32_state(pool, tmp_path, case):
+def test_training_is_close_to_that_with_float32_state(pool, tmp_path):
     argv = [*TINY, "--training.steps=20", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=2"]
-    argv += CLOSE[case].split()
     found = []
     for name, options in (("wide", []), ("narrow", [NARROW])):
         pool.run(run_to_end, [*argv, *options], str(tmp_path / name), world=1)
@@ -138,7 +128,9 @@ def test_small_changes_accumulate():
     assert mean == pytest.approx(1 - 0.99**250, rel=2e-3)
 
 
-@pytest.mark.parametrize("backend", sample(["aot_eager", "inductor"], "aot_eager"))
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
 def test_a_compiled_step_rounds_to_the_same_bits_by_the_same_graphs_for_all_matrices(backend):
     """A graph for two tensors that share bits, and one for a third; the order of tensors stays."""
     counters.clear()
@@ -196,16 +188,6 @@ def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
         optimizer.step()
         more = counted.recording().peak - before
         assert more < 10 * 4 * 1000, "float32 state of one parameter in eight"
-
-
-@pytest.mark.long
-def test_a_resumed_run_equals_an_uninterrupted_one(pool, tmp_path):
-    argv = [*SAVING, "--optimizer.name=Muon", NARROW, "--training.steps=4"]
-    straight = pool.run(run_until, argv, str(tmp_path / "straight"), world=2)
-    pool.run(run_until, argv, str(tmp_path / "cut"), 2, world=2)
-    resumed = pool.run(run_until, argv, str(tmp_path / "cut"), world=2)
-    assert resumed[0]["begun"] == 2
-    assert [part["state"] for part in resumed] == [part["state"] for part in straight]
 
 
 @pytest.mark.long

@@ -7,24 +7,19 @@ import torch
 
 from tests.jobs import MOE, PARROT, TINY, job
 from tests.messages import refused
-from titanlite.data.packing import IGNORED
 from titanlite.errors import format_bytes
-from titanlite.layout import Batch, Layout, divisors
 from titanlite.observe.memory import machine_bytes
 from titanlite.observe.metrics import StepRecord, format_duration
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, build_optimizer, check_trained, trained_parameters
 from titanlite.optim.build import _is_exempt
-from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model
-from titanlite.train.loss import token_loss_sum
 
 
 @pytest.mark.parametrize(
     ("words", "factors"),
     [
-        ("warmup_steps=2", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
         ("warmup_steps=0", [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         ("warmup_steps=3 decay_ratio=0.0", [1 / 3, 2 / 3, *[1] * 8]),
         ("warmup_steps=2 decay_ratio=0.3", [0.5, *[1] * 7, 2 / 3, 1 / 3]),
@@ -119,29 +114,6 @@ def test_every_implementation_takes_the_same_steps(name, implementation):
         plain.step()
     for parameter, twin in zip(parameters, twins, strict=True):
         assert torch.allclose(parameter, twin, rtol=1e-6, atol=1e-7)
-
-
-def test_ignored_labels_do_not_count():
-    logits = torch.randn(2, 3, 5)
-    labels = torch.tensor([[1, IGNORED, 2], [IGNORED] * 3])
-    expected = -logits.log_softmax(-1)[0, [0, 2], [1, 2]].sum()
-    assert token_loss_sum(logits, labels).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_infinite_max_norm_never_clips():
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.full((4,), 1e6)
-    assert clip_grad_norm([parameter], float("inf")).item() == pytest.approx(2e6)
-    assert parameter.grad.eq(1e6).all()
-
-
-def test_coordinates_of_a_layout_are_outermost_first():
-    layout = Layout(dp_replicate=2, dp_shard=3, tp=2)
-    assert (layout.world, layout.batch) == (12, 6)
-    assert str(layout) == "dp_replicate 2 x dp_shard 3 x tp 2"
-    assert layout.coordinates(11) == {"pp": 0, "dp_replicate": 1, "dp_shard": 2, "cp": 0, "tp": 1}
-    assert [layout.batch_coordinate(rank) for rank in range(12)] == [r // 2 for r in range(12)]
-    assert Batch(2, 3, 4).total == 24 and divisors(6) == [1, 2, 3, 6]
 
 
 def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):

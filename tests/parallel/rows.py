@@ -16,6 +16,7 @@ import torch
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.checkpoint.saved import run_until
 from tests.jobs import (
     FLOAT64,
     MOE,
@@ -115,7 +116,7 @@ FROZEN_STAGE = f"{FREEZE}['tok_embeddings.*','layers.0.*','layers.1.*']"
 KEPT_EXPERTS = "--parallelism.fsdp_keep_whole=['layers.0.moe.*']"
 MODEL = "--model.overrides."
 MICRO_BATCH = "--parallelism.pipeline_parallel_microbatch_size="
-MUON = "--optimizer.name=Muon"
+MUON = "--optimizer.name=Muon --optimizer.eps=1e-3"
 LAST_HAS_NO_MATRIX = (
     '--parallelism.module_fqns_per_model_part=[["tok_embeddings","layers.0","layers.1",'
     '"layers.2","layers.3"],["norm","output"]]'
@@ -230,6 +231,24 @@ def operations() -> Iterator[list[tuple[Any, Any, Any]]]:
         yield seen
 
 
+def computed(argv: list[str], folder: str) -> list[tuple[str, str, int, int]]:
+    """Return the operations of a step: their namespaces, names, and how many elements their first
+    argument and their result have.
+    """
+
+    def elements(value: Any) -> int:
+        return value.numel() if isinstance(value, torch.Tensor) else 0
+
+    run = trainer([*argv, f"--training.local_batch_size={SAMPLES}"], folder)
+    own = own_batches(run)
+    with operations() as seen:
+        forward_backward(run, own)
+    return [
+        (func.namespace, func.overloadpacket.__name__, sum(map(elements, args[:1])), elements(made))
+        for func, args, made in seen
+    ]
+
+
 @contextmanager
 def watching(
     owner: Any, names: Iterable[str], see: Callable[[str, tuple[Any, ...], Any], None]
@@ -254,16 +273,23 @@ def watching(
         yield
 
 
+@contextmanager
+def on_a_fake_rank(argv: list[str], world: int) -> Iterator[tuple[torch.nn.Module, Context]]:
+    """Yield a model on the meta device, and the context of a rank without other processes."""
+    found = job(argv, world)
+    model, table = build_model(found)
+    with fake_world(found.layout) as mesh:
+        yield model, Context(found, mesh, table, torch.device("cpu"))
+
+
 def graphs_of(argv: list[str], world: int) -> int:
     """Return how many graphs a rank of a fake world compiles in a step."""
-    found = job([*argv, *COMPILED.split(), "--compile.components=['model']"], world)
-    model, table = build_model(found)
-    device, before, tokens = torch.device("cpu"), compiled_graphs(), 16
-    with fake_world(found.layout) as mesh:
-        parallelize(model, Context(found, mesh, table, device))
-        allocate(model, device)
-        rows = torch.zeros(1, 2, tokens, dtype=torch.int64)
-        batch = MicroBatch(rows, own_positions(found, 0, device, tokens))
+    argv, before = [*argv, *COMPILED.split(), "--compile.components=['model']"], compiled_graphs()
+    with on_a_fake_rank(argv, world) as (model, context):
+        parallelize(model, context)
+        allocate(model, context.device)
+        rows = torch.zeros(1, 2, 16, dtype=torch.int64)
+        batch = MicroBatch(rows, own_positions(context.job, 0, context.device, 16))
         model_loss(model, batch, batch.tokens, chunks=1).backward()
     return compiled_graphs() - before
 
@@ -289,39 +315,48 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     return [{kind: each[kind] for kind in kinds if kind in each} for each in logged]
 
 
+def cut_and_straight(
+    pool: Pool, argv: list[str], folder: Path, stop: int, world: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the state of each rank after a run that stopped at a step and was resumed, and after
+    one that was not; require the same numbers of their steps.
+    """
+    straight = pool.run(run_until, argv, str(folder / "straight"), world=world)
+    pool.run(run_until, argv, str(folder / "cut"), stop, world=world)
+    cut = pool.run(run_until, argv, str(folder / "cut"), world=world)
+    assert cut[0]["begun"] == stop
+    assert numbers(folder / "cut") == numbers(folder / "straight")
+    return [rank["state"] for rank in cut], [rank["state"] for rank in straight]
+
+
 IN_DEFAULT = {
     "blocks in one group": Row("llama", 2, f"{GROUPED} {PREFETCH}", 3),
     "offloaded": Row("llama", 2, OFFLOADED, 3),
     "kept whole, tied": Row("llama", 2, f"{SMALL} {MODEL}tied {DEFERRED}true", 3),
+    "muon, kept whole": Row("even", 2, f"{MUON} {SMALL}"),
     "stages": Row("four", 2, PP, 2),
     "stages, tied, kept whole": Row("gpt2", 2, f"{PP} {SMALL}"),
     "experts": Row("experts", 2, EP),
     "uneven shards": Row("odd", 3, "", 2),
-    "resharded to two": Row("llama", 4, f"{RESHARD}2", 3),
     "deferred over replicas": Row("llama", 4, f"{HSDP} {DEFERRED}replicas", 3),
-    "everything": Row(
-        "llama",
-        4,
-        f"{HSDP} {RECOMPUTED}selective {COMPILED} {PREFETCH} {DEFERRED}true",
-        3,
+    "compiled, recomputed": Row(
+        "llama", 2, f"{RECOMPUTED}selective {COMPILED} {PREFETCH} {DEFERRED}true", 3
     ),
-    "tp, kept whole": Row("even", 4, f"{TP} {SMALL}"),
-    "tp, offloaded": Row("even", 4, f"{TP} {OFFLOADED}"),
-    "stages in a V": Row("four", 4, f"{PP} {ZBV}", 2),
-    "stages, tp": Row("four", 4, f"{PP} {TP}", 2),
+    "tp, kept whole": Row("even", 2, f"{TP} {SMALL}"),
+    "stages in a V": Row("four", 2, f"{PP} {ZBV}", 2),
 }
 IN_LONG = {
+    "resharded to two": Row("llama", 4, f"{RESHARD}2", 3),
+    "muon, offloaded": Row("even", 2, f"{MUON} {OFFLOADED}"),
+    "muon, tp, kept whole": Row("even", 4, f"{TP} {MUON} {SMALL}"),
     "memory budget": Row("llama", 2, f"{COMPILED} {RECOMPUTED}memory_budget", 3),
     "stages, frozen tie": Row("four", 2, f"{PP} {MODEL}tied {FREEZE}['tok_embeddings.*']", 2),
     "zero bubble, tied": Row("four", 2, f"{PP} {SCHEDULE}InterleavedZeroBubble {MODEL}tied"),
     "larger micro-batches": Row("four", 2, f"{PP} {MICRO_BATCH}3", 2),
     "ep compiled": Row("experts", 2, f"{EP} {FULL} {COMPILED}"),
     "ep over tp, frozen": Row("experts", 2, f"{EP} {TP} {FROZEN_EXPERTS}"),
-    "experts in a block's group": Row(
-        "experts", 2, "--parallelism.fsdp_keep_whole=['layers.0.moe.*']"
-    ),
+    "experts in a block's group": Row("experts", 2, KEPT_EXPERTS),
     "uneven experts": Row("experts", 3),
-    "gpt2, offloaded": Row("gpt2", 4, f"{HSDP} {OFFLOADED} {DEFERRED}replicas", 3),
     "kept whole, recomputed, compiled": Row(
         "llama", 4, f"{HSDP} {SMALL} {FULL} {COMPILED} {PREFETCH}", 3
     ),
@@ -330,18 +365,17 @@ IN_LONG = {
     "lanes of four": Row("four", 4, f"{PP4} {INTERLEAVED} {MODEL}n_layers=8"),
     "stages, frozen": Row("four", 4, f"{PP} {SCHEDULE}LoopedBFS {FROZEN_ENDS}", 2),
     "a stage without gradients": Row("four", 4, f"{PP} {FROZEN_STAGE}", 2),
-    "stages, ulysses": Row("four", 4, f"{PP} {CP} {ULYSSES}", 2),
     "V, cp, chunks": Row("four", 4, f"{PP} {CP} {ZBV} {CHUNKS}2", 2),
-    "stages, tp, chunks, compiled": Row("four", 4, f"{PP} {TP} {CHUNKS}2 {COMPILED} {FULL}", 2),
+    "stages, compiled": Row("four", 2, f"{PP} {CHUNKS}2 {COMPILED} {FULL}", 2),
     "stages, resharded": Row("four", 4, f"{PP} {RESHARD}always {PREFETCH} {BY_OPERATION}", 2),
     "V, offloaded": Row("four", 4, f"{PP} {ZBV} {OFFLOADED}", 2),
+    "stages, tp": Row("four", 4, f"{PP} {TP}", 2),
+    "tp, offloaded": Row("even", 4, f"{TP} {OFFLOADED}"),
     "muon of a stage": Row("four", 4, f"{PP} {MUON} {LAST_HAS_NO_MATRIX}", 2),
-    "ep of replicas": Row("experts", 4, f"{HSDP} {EP} {DEFERRED}replicas", 3),
     "ep, by operation": Row("experts", 4, f"{HSDP} {EP} {DEFERRED}true {BY_OPERATION}", 3),
     "ep over dp and tp": Row("experts", 4, f"{EP4} {TP} {MODEL}balance=bias"),
     "ep over dp and cp": Row("experts", 4, f"{EP4} {CP} {ULYSSES}"),
     "experts of tp": Row("experts", 4, TP),
-    "experts, dim 1": Row("experts", 4, f"{EP} {MODEL}experts=6 {PREFETCH} {FULL} {GROUPED}"),
+    "experts, dim 1": Row("experts", 4, f"{EP} {MODEL}experts=6 {PREFETCH} {FULL} {MUON}"),
     "experts, stages": Row("experts", 4, f"{PP} {EP} {INTERLEAVED} {MODEL}n_layers=6"),
-    "experts, stages, compiled": Row("experts", 4, f"{PP} {EP} {FULL} {COMPILED}"),
 }

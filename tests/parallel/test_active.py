@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.jobs import FLOAT64, TINY, fake_world, forward_backward, job, run_to_end, trainer
+from tests.jobs import FLOAT64, TINY, forward_backward, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.parallel.rows import (
@@ -28,12 +28,12 @@ from tests.parallel.rows import (
     RESHARD,
     SAMPLES,
     TP,
+    on_a_fake_rank,
     operations,
     own_batches,
     watching,
 )
 from tests.runs import environment, records
-from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
@@ -57,7 +57,6 @@ def record(argv: list[str], folder: str) -> dict[str, Counter[str]]:
     computed.
     """
     run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
-    run.step = 1
     counts = Counter[str]()
 
     def count(name: str, args: tuple[Any, ...], _: Any) -> None:
@@ -67,7 +66,7 @@ def record(argv: list[str], folder: str) -> dict[str, Counter[str]]:
     batches = own_batches(run)
     valid = run.guard.exchange(count_valid(torch.stack([batch.labels for batch in batches])))
     with operations() as computed, watching(dist, NAMES, count):
-        run.runner.forward_backward(run.step, batches, valid)
+        run.runner.forward_backward(1, batches, valid)
     names = Counter(func.overloadpacket.__name__ for func, *_ in computed)
     return {"counts": counts, "operations": names}
 
@@ -86,7 +85,6 @@ COLLECTIVES = {  # ranks, accumulation, words
     "never": (2, 1, f"{RESHARD}never", {"gather 2": GROUPS, "scatter 2": GROUPS}),
     "always": (2, 1, f"{RESHARD}always", {"gather 2": 2 * GROUPS, "scatter 2": GROUPS}),
     "blocks in one group": (2, 1, GROUPED, {"gather 2": 7, "scatter 2": 4}),
-    "accumulated": (2, 3, "", {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS}),
     "deferred": (2, 3, f"{DEFERRED}true", {"scatter 2": GROUPS}),
     # The embedding's group has nothing left to gather; a block without its norms still gathers.
     "kept whole": (
@@ -95,19 +93,13 @@ COLLECTIVES = {  # ranks, accumulation, words
         SMALL,
         {"gather 2": 3 * (GATHERS - 2), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 1},
     ),
-    "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS}),
-    "replicas": (
-        4,
-        1,
-        HSDP,
-        {"gather 2": GATHERS, "scatter 2": GROUPS, "all_reduce 2": GROUPS},
-    ),
     "only their sum is deferred": (
         4,
         3,
         f"{HSDP} {DEFERRED}replicas",
         {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS},
     ),
+    "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS}),
     "kept whole by replicas": (
         4,
         1,
@@ -122,7 +114,7 @@ COLLECTIVES = {  # ranks, accumulation, words
 }
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", sample(COLLECTIVES, *list(COLLECTIVES)[:-3]))
 def test_a_step_issues_the_collectives_of_its_settings(pool, tmp_path, name):
     world, accumulation, words, expected = COLLECTIVES[name]
     found = seen(pool, tmp_path, *words.split(), world=world, accumulation=accumulation)["counts"]
@@ -166,10 +158,7 @@ def test_notes_name_what_was_applied_once_each_in_order():
     words = f"{TP} {COMPILED} {RECOMPUTED}full"
     names = ["tensor parallel on 2", "torch.compile", "recompute every", "FSDP on 2"]
     for world, argv, expected in ((1, [], []), (4, words.split(), names)):
-        found = job([*EVEN, *argv], world)
-        model, table = build_model(found)
-        with fake_world(found.layout) as mesh:
-            context = Context(found, mesh, table, torch.device("cpu"))
+        with on_a_fake_rank([*EVEN, *argv], world) as (model, context):
             _, notes = parallelize(model, context)
         assert len(notes) == len(expected)
         for note, name in zip(notes, expected, strict=True):
@@ -212,7 +201,6 @@ def test_recompute_modes_repeat_the_expected_operations(pool, tmp_path):
 
 def dropped_gradient(folder: str, *argv: str) -> torch.Tensor:
     run = trainer([*GPT2, WHOLE, "--model.overrides.dropout=0.5", *argv], folder)
-    run.step = 1
     forward_backward(run, own_batches(run))
     gradient = run.parts[0].get_parameter("layers.0.attention.wq.weight").grad
     assert gradient is not None
@@ -284,6 +272,7 @@ def validated(folder: str) -> list[int]:
     return added
 
 
+@pytest.mark.long
 def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
     """The first step is the warm-up of training, the first validation that of validation, which
     needs no gradients.
@@ -293,30 +282,6 @@ def test_nothing_is_recompiled_after_warm_up(pool, tmp_path):
     added = pool.run(validated, str(tmp_path), world=2)[0]
     assert added == [1, 0, 0, 0]
     assert [each["recompiles"] for each in records(tmp_path) if "loss" in each] == [0] * 6
-
-
-def test_cluster_config_trains_on_one_rank(pool, tmp_path):
-    """What only acts on several ranks changes nothing on one, where FSDP2 still casts the
-    parameters.
-    """
-    options = [*TINY, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=4"]
-    tuned = (
-        f"{PREFETCH} --parallelism.fsdp_backward_prefetch=2 {RESHARD}8 {GROUPED} {DEFERRED}true "
-        f"{KEPT}=['norm.*'] --parallelism.disable_loss_parallel=true"
-    )
-    plain, found = (
-        pool.run(run_to_end, [*options, *words.split()], str(tmp_path / name), world=1)[0]
-        for name, words in (("plain", ""), ("tuned", tuned))
-    )
-    told, plainly_told = (
-        [line for line in run["start"] if not line.startswith("no effect")]
-        for run in (found, plain)
-    )
-    assert told == plainly_told
-    says(found["start"], "no effect on 1 rank: parallelism.fsdp_reshard_after_")
-    for name, weight in plain["weights"].items():
-        assert torch.equal(found["weights"][name], weight)
-    assert "fsdp_forward_prefetch = 2" in (tmp_path / "tuned/config.toml").read_text()
 
 
 def test_patterns_that_keep_nothing_or_everything_whole_are_refused(pool, tmp_path):
@@ -341,6 +306,7 @@ def saved_bytes(folder: str, *argv: str) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.long
 def test_memory_budget_is_kept_and_ends_with_its_run(pool, tmp_path):
     """All runs share one process, the last one being without a budget."""
 
@@ -361,6 +327,6 @@ def offload_policies(folder: str) -> set[str]:
     return {type(group.offload_policy).__name__ for group in groups if group}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_cpu_offload_is_active(pool, tmp_path, world):
-    assert pool.run(offload_policies, str(tmp_path), world=world)[0] == {"CPUOffloadPolicy"}
+def test_cpu_offload_is_active(pool, tmp_path):
+    """On one rank too, where FSDP2 only casts and moves."""
+    assert pool.run(offload_policies, str(tmp_path), world=1) == [{"CPUOffloadPolicy"}]

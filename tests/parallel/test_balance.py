@@ -5,18 +5,15 @@ test_runs.py proves that biases and auxiliary loss are those of one process on a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.jobs import FLOAT64, MOE, forward_backward, trainer
-from tests.parallel.rows import numbers
-from titanlite.data.loader import MicroBatch
-from titanlite.parallel.dtensor import local_part
+from tests.parallel.rows import numbers, own_batches
 from titanlite.parallel.expert_parallel import routers
-from titanlite.train.trainer import Trainer
 
 STEPS = [
     *MOE,
@@ -66,46 +63,17 @@ def test_biases_and_what_is_logged_follow_from_the_counts_of_a_step(pool, tmp_pa
         assert logged["expert_load_max"] == pytest.approx(max(loads)), "of the layer with the worst"
 
 
-def biases_after_a_step(run: Trainer, poison: bool = False) -> dict[str, torch.Tensor]:
-    """Take a step, with `poison` one with a gradient that is not a number."""
-    run.step += 1
-    labels = torch.randint(256, (2, 16))
-    forward_backward(run, [MicroBatch(torch.stack([labels, labels], dim=1))])
-    if poison:
-        gradient = run.runner.parameters[0].grad
-        assert gradient is not None
-        local_part(gradient).fill_(torch.nan)
-    run.runner.update(run.step, run.runner.clip_gradients())
-    return {name: router.bias.clone() for name, router in routers(*run.parts).items()}
-
-
-def good_and_bad_step(argv: list[str], folder: str) -> tuple[Any, Any]:
-    run = trainer(argv, folder)
-    return biases_after_a_step(run), biases_after_a_step(run, poison=dist.get_rank() == 0)
+def biases_of_steps(argv: list[str], folder: str, norms: list[float]) -> list[torch.Tensor]:
+    """Return the biases after steps with these norms."""
+    run, found = trainer(argv, folder), list[torch.Tensor]()
+    for norm in norms:
+        forward_backward(run, own_batches(run))
+        run.runner.update(1, torch.tensor(norm))
+        found.append(torch.stack([router.bias for router in routers(*run.parts).values()]))
+    return found
 
 
 def test_a_step_that_is_not_finite_moves_no_bias(pool, tmp_path):
-    """The good one moves them by as much up as down, though of 5 experts no half has more tokens
-    than the mean.
-    """
-    argv = [*MOE, '--model.overrides.balance="bias"', "--model.overrides.experts=5"]
-    for good, bad in pool.run(good_and_bad_step, argv, str(tmp_path), world=2):
-        for name, bias in good.items():
-            assert bias.any() and torch.equal(bias, bad[name])
-            assert bias.double().mean().abs() < 1e-9
-
-
-def validate_and_generate(argv: list[str], folder: str) -> list[float]:
-    """Return what the routers have counted after a validation and a sample."""
-    run = trainer(argv, folder)
-    run.report.clock.restart()
-    run.validate()
-    run.show_sample()
-    found = routers(*run.parts).values()
-    return [int(router.counts.sum()) + float(router.auxiliary) for router in found]
-
-
-def test_validation_and_generation_do_not_count(pool, tmp_path):
-    words = "--validation.enable --validation.freq=1 --validation.steps=1 --generate.tokens=2"
-    argv = [*MOE, *words.split()]
-    assert pool.run(validate_and_generate, argv, str(tmp_path), world=1) == [[0, 0]]
+    argv = [*STEPS, "--model.overrides.balance=bias"]
+    ((good, bad),) = pool.run(biases_of_steps, argv, str(tmp_path), [1.0, math.nan], world=1)
+    assert good.any() and torch.equal(good, bad)

@@ -2,12 +2,10 @@
 experts, clipping, initial values.
 """
 
-import itertools
-
 import pytest
 import torch
 
-from tests.jobs import PARROT, TINY, full, relative_error, trainer
+from tests.jobs import PARROT, TINY, trainer, weights
 from tests.lanes import sample
 from tests.parallel.rows import (  # noqa: F401  tests/train has them from here
     IN_DEFAULT,
@@ -39,23 +37,8 @@ def test_a_step_has_the_numbers_of_one_process(pool, alone, tmp_path, name):
         assert found.get("actions") == found.get("declared")
 
 
-def test_clipping_scales_by_the_global_norm(alone):
-    found = alone("llama")
-    assert found["norm"] > 0.5, "the batch must need clipping"
-    for name, gradient in found["gradients"].items():
-        step = (found["before"][name] - found["after"][name]) / 0.1
-        assert relative_error(step, gradient * (0.5 / found["norm"])) <= 1e-5, name
-
-
-def initial_weights(argv: list[str], folder: str) -> tuple[dict, dict]:
-    """Return whole weights, and this rank's shards of them."""
-    run = trainer(argv, folder)
-    named = dict(run.parts[0].named_parameters())
-    local = {
-        name: (p.to_local() if hasattr(p, "to_local") else p).detach().clone()
-        for name, p in named.items()
-    }
-    return {name: full(p) for name, p in named.items()}, local
+def initial_weights(argv: list[str], folder: str) -> dict[str, torch.Tensor]:
+    return weights(trainer(argv, folder))
 
 
 # 70,000 elements in a matrix: more than one block of 65,536, and shards that begin inside a block.
@@ -67,20 +50,16 @@ TIED = [*WIDE, "--model.overrides.tied"]
 def initial(pool, tmp_path_factory):
     """Return the initial weights of a model in one process."""
     folder = str(tmp_path_factory.mktemp("initial"))
-    return lambda *argv: pool.run(initial_weights, [*argv], folder, world=1)[0][0]
+    return lambda *argv: pool.run(initial_weights, [*argv], folder, world=1)[0]
 
 
 @pytest.mark.parametrize("model", sample([WIDE, TIED, PARROT], WIDE), ids=["", "tied", "parrot"])
 def test_initial_weights_are_bit_equal_on_any_world_size(pool, initial, tmp_path, model):
     expected = initial(*model)
-    for world in (2, 3, 4):
-        ranks = pool.run(initial_weights, model, str(tmp_path), world=world)
-        for found, _ in ranks:
+    for world in (2, 3):
+        for found in pool.run(initial_weights, model, str(tmp_path), world=world):
             for name, value in expected.items():
                 assert torch.equal(found[name], value), f"{name} on {world} ranks"
-    pieces = [value.flatten()[:64] for _, own in ranks for value in own.values() if value.dim() > 1]
-    for a, b in itertools.combinations(pieces, 2):
-        assert not torch.equal(a, b), "shards and layers start with different values"
 
 
 @pytest.mark.parametrize("threads", [2, 7])

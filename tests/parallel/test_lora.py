@@ -56,6 +56,7 @@ def logits(folder: Path, tokens: torch.Tensor, adapters: Path | None = None) -> 
         return model.eval()(tokens).logits
 
 
+@pytest.mark.long
 def test_a_trained_base_takes_adapters_and_is_exported_merged_and_for_peft(pool, tmp_path, capsys):
     """A run trains the base, a second one adapters beside it on two ranks; its step, merged, and
     its adapters in peft beside the base's export have the same logits."""

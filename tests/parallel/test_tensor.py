@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,35 +15,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.jobs import FLOAT64, QUIET, fake_world, forward_backward, job, trainer
+from tests.jobs import FLOAT64, QUIET, job
 from tests.messages import refused
-from tests.parallel.rows import (
-    EVEN,
-    SAMPLES,
-    operations,
-    own_batches,
-    validation_and_sample,  # noqa: F401  tests/train has it from here
-)
+from tests.parallel.rows import EVEN, computed, on_a_fake_rank
 from tests.parallel.rows import TP as TP2
 from titanlite.parallel import tensor_parallel
-from titanlite.parallel.build import Context, build_model
+from titanlite.parallel.build import build_model
 from titanlite.train.loss import token_loss_sum
 
 
-def collectives(argv: list[str], folder: str) -> Counter[str]:
+def collectives(pool, folder: Path, *argv: str) -> Counter[str]:
     """Count the collectives of one step that DTensors issue: tensor parallel's, not FSDP's; and
-    the rows of the gradients that the look-up of tokens makes.
+    the elements of the gradient that the look-up of tokens makes.
     """
-    run = trainer([*argv, f"--training.local_batch_size={SAMPLES}"], folder)
-    with operations() as computed:
-        forward_backward(run, own_batches(run))
     seen = Counter[str]()
-    for func, _, made in computed:
-        name = func.overloadpacket.__name__
-        if "c10d_functional" in func.namespace and not name.startswith(("wait", "_wrap")):
+    for namespace, name, _, made in pool.run(computed, [*argv], str(folder), world=2)[0]:
+        if "c10d_functional" in namespace and not name.startswith(("wait", "_wrap")):
             seen[name] += 1
-        if func is torch.ops.aten.embedding_dense_backward.default:
-            seen["rows of the embedding"] += len(made)
+        if name == "embedding_dense_backward":
+            seen["elements of the embedding"] += made
     return seen
 
 
@@ -57,19 +48,19 @@ def test_sequence_is_gathered_once_per_module(pool, tmp_path):
         "all_gather_into_tensor": (2 * layers + 1) + (2 * layers + 1),
         "reduce_scatter_tensor": (2 * layers + 1) + (2 * layers + 1),
         "all_reduce": norms + 2,  # the loss needs the largest logit, and the sums
-        "rows of the embedding": 256 // 2,
+        "elements of the embedding": 256 * 16 // 2,
     }
     argv = [*EVEN, TP2, *FLOAT64]
-    assert pool.run(collectives, argv, str(tmp_path), world=2)[0] == expected
+    assert collectives(pool, tmp_path, *argv) == expected
     whole = [*argv, "--parallelism.disable_loss_parallel"]
-    assert pool.run(collectives, whole, str(tmp_path), world=2)[0] == {
+    assert collectives(pool, tmp_path, *whole) == {
         **expected,
         "all_gather_into_tensor": expected["all_gather_into_tensor"] + 1,
         "all_reduce": norms,
     }
     qwen = [*argv, "--model.name=qwen3", "--model.overrides.head_dim=8"]
     norms_of_heads = 2 * layers
-    assert pool.run(collectives, qwen, str(tmp_path), world=2)[0] == {
+    assert collectives(pool, tmp_path, *qwen) == {
         **expected,
         "all_reduce": expected["all_reduce"] + norms_of_heads,
     }
@@ -117,8 +108,7 @@ def test_bias_role_that_contradicts_its_weight_is_refused():
 def test_async_tensor_parallel_says_what_it_does_not_overlap(monkeypatch, batch):
     monkeypatch.setattr(tensor_parallel, "enable_async_tensor_parallel", lambda group: None)
     compiled = ["--compile.enable", "--job.device=auto", f"--training.local_batch_size={batch}"]
-    found = job([*EVEN, TP2, "--parallelism.enable_async_tensor_parallel", *compiled], 2)
-    model, table = build_model(found)
-    with fake_world(found.layout) as mesh:
-        (note,) = tensor_parallel.apply(model, Context(found, mesh, table, torch.device("cpu")))
+    argv = [*EVEN, TP2, "--parallelism.enable_async_tensor_parallel", *compiled]
+    with on_a_fake_rank(argv, 2) as (model, context):
+        (note,) = tensor_parallel.apply(model, context)
     assert "async" in note and ("all-gathers" in note) == (batch == 1)
