@@ -67,6 +67,8 @@ class Manifest:
     """The folder next to the manifest that has the files, where a run saves into a bucket."""
     base: Base | None = None
     """There are only adapters, which belong to these weights."""
+    run: str = ""
+    """The run that created it, in a bucket."""
 
     def render(self) -> bytes:
         """Return the manifest's file in the one form that is accepted: any other byte in it is

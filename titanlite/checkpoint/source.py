@@ -34,12 +34,9 @@ def find(folder: CheckpointFolder) -> Resume:
         return Resume()
     resume = None
     if settings.enable and settings.load_step != -1:
-        if folder.mirror:
-            folder.mirror.fetch_missing(settings.load_step)
         resume = load.at_step(folder.root, settings.load_step, full, group)
     elif settings.enable:
-        newest = partial(load.latest_verified, folder.root, full, group, folder.log)
-        resume = folder.mirror.newest_of_both(newest) if folder.mirror else newest()
+        resume = load.latest_verified(folder.root, full, group, folder.log)
     if resume is None and settings.initial_load_in_hf:
         read = partial(HuggingFaceFolder, path, job.spec, job.model, exclude)
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
@@ -86,8 +83,6 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
-        if folder.mirror:  # after that: a step that is uploaded now is not put there any more
-            folder.mirror.set_aside(step)
         if resume.metrics and (notice := restore_metrics(folder.job.config, resume.metrics)):
             log.info(notice)
     dist.barrier(folder.group)

@@ -50,6 +50,7 @@ from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
     from titanlite.fault.status import Ended, Verdict
+    from titanlite.launch.after_save import AfterSave
     from titanlite.launch.attempts import Attempt
     from titanlite.launch.node import Node
     from titanlite.launch.terminal import Terminal
@@ -233,6 +234,7 @@ class Launch:
 
     def _run(self, private: Path) -> Verdict:
         from titanlite.fault.decide import Restarts
+        from titanlite.launch.after_save import AfterSave
         from titanlite.launch.attempts import Attempts, leaving, saved_since
         from titanlite.launch.node import Node
 
@@ -256,8 +258,14 @@ class Launch:
             if not decision.is_final:
                 self._take_folder()
                 decision = node.prepare(decision)
-            work = partial(self._work, node, private)
-            return Attempts(node, self.job.given, private, work).run(decision)
+            after_save = AfterSave(self.job.given) if self.nodes.rank == 0 else None
+            work = partial(self._work, node, private, after_save)
+            verdict = Attempts(node, self.job.given, private, work).run(decision)
+            if after_save:
+                stops = bool(self.stopping.reason)
+                grace = config.fault.grace_seconds
+                after_save.finish(grace if stops else config.comm.checkpoint_timeout_seconds)
+            return verdict
 
     def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}
@@ -275,7 +283,12 @@ class Launch:
             return str(error)
 
     def _work(
-        self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]
+        self,
+        node: Node,
+        private: Path,
+        after_save: AfterSave | None,
+        attempt: Attempt,
+        watch: Callable[[], None],
     ) -> Ended:
         """Run this node's workers, their output on the terminal; return how the attempt ended."""
         from titanlite.fault.status import Ended
@@ -293,6 +306,8 @@ class Launch:
         def poll() -> None:
             watch()
             self.stopping.poll(node)
+            if after_save:
+                after_save.poll()
 
         self.terminal = self._open_terminal(attempt)
         self.stopping.begin(private)
