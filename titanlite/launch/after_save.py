@@ -21,8 +21,8 @@ from titanlite.launch.terminal import note, say
 from titanlite.launch.workers import kill_group
 from titanlite.observe.run_folder import METRICS
 
-LOOK_SECONDS = 1.0
-"""Between two looks at the newest save: many launchers may share its file system."""
+LOOK_SECONDS = 0.25
+"""Between two looks at the newest save."""
 
 
 class AfterSave:
