@@ -41,7 +41,7 @@ from titanlite.launch.nodes import (
 from titanlite.launch.preflight import check_machine, data_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
-from titanlite.launch.terminal import ENDED, note, say
+from titanlite.launch.terminal import DONE, ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
@@ -244,8 +244,10 @@ class Launch:
         say(f"titanlite: {count}, config {files}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
-        if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
-            say(f"titanlite: {line}")
+        if self.nodes.rank == 0:
+            lines = [*self.loaded.notices, self.job.no_effect_of(self.loaded.given)]
+            for line in filter(None, lines):
+                say(f"titanlite: {line}")
         most = _max_restarts(self.loaded, self.job, os.environ)
         restarts = Restarts(most, self._fits, saved_since(config))
         node = Node(
@@ -344,6 +346,8 @@ class Launch:
             say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
         if verdict.code == OK:
             say(describe_end(self.job.config))
+            if self.nodes.rank == 0:
+                note(self.folder / "logs", f"{DONE}step {self.job.config.training.steps}")
         assert verdict.code is not None
         return verdict.code
 
