@@ -13,7 +13,7 @@ from titanlite.checkpoint import base, load
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
-from titanlite.checkpoint.resume import Resume, saved_model
+from titanlite.checkpoint.resume import Resume, check_alpha, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
@@ -46,6 +46,7 @@ def find(folder: CheckpointFolder) -> Resume:
     if resume and resume.manifest and resume.folder:
         saved = saved_model(resume.folder, job.spec)
         exclude = check_model(resume.folder, saved, job.spec, job.model, exclude)
+        exclude = check_alpha(resume.folder, job.config.lora, exclude)
     return replace(resume or Resume(), exclude=exclude)
 
 
