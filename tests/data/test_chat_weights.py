@@ -1,12 +1,15 @@
-"""A message of the assistant with weight 0 is read and not trained on; a chat's tokens depend on the
-template.
+"""A message of the assistant with weight 0 is read and not trained on; tokens depend on the template,
+and one that reaches into an answer is trained.
 """
+
+import json
+from pathlib import Path
 
 import pytest
 
 from tests.data.test_chat import CHAT, PLAIN, folder, trained_text
 from tests.messages import refused
-from titanlite.data.chat import READ_ONLY, ChatTokenizer
+from titanlite.data.chat import ChatTokenizer
 
 MARKED = PLAIN.replace(
     "m.content + '<|im_end|>\n'",
@@ -46,16 +49,20 @@ def test_other_weights_and_chats_without_a_trained_message_are_refused(tmp_path)
 
 
 def test_a_token_that_begins_before_the_answer_and_reaches_into_it_is_trained(tmp_path):
-    """The space of the header and the answer's first letters are one token."""
-    spaced = PLAIN.replace("'\n' + m.content", "' ' + m.content").replace(
-        "assistant\n", "assistant "
-    )
-    tokenizer = ChatTokenizer(folder(tmp_path, spaced))
-    (text,) = tokenizer.texts(CHAT[:2])
-    (ids,) = tokenizer.encode_batch([text])
-    trained = [token for token in ids.tolist() if token < READ_ONLY]
-    shown = tokenizer._backend.decode(trained, skip_special_tokens=False)
-    assert shown.lstrip().startswith("how are you")
+    """The space of the header and the answer's first letter are one token."""
+    spaced = PLAIN.replace("\n' + m.content", " ' + m.content").replace("assistant\n", "assistant ")
+    spaced = spaced.replace("m.role + '\n'", "m.role + ' '")
+    assets = Path(folder(tmp_path, spaced))
+    file = assets / "tokenizer.json"
+    content = json.loads(file.read_text())
+    merged = max(*content["model"]["vocab"].values(), *(t["id"] for t in content["added_tokens"]))
+    content["model"]["vocab"]["Ġh"] = merged + 1
+    content["model"]["merges"] = [["Ġ", "h"]]
+    content["pre_tokenizer"]["trim_offsets"] = False  # or the space would not count
+    file.write_text(json.dumps(content))
+    tokenizer = ChatTokenizer(str(assets))
+    (ids,) = tokenizer.encode_batch(tokenizer.texts(CHAT[:2]))
+    assert merged + 1 in ids.tolist()
 
 
 def test_another_template_is_another_tokenizer(tmp_path):
