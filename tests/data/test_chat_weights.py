@@ -1,5 +1,5 @@
-"""A message of the assistant with weight 0 is read and not trained on; tokens depend on the template,
-and one that reaches into an answer is trained.
+"""A message of the assistant with weight 0 is read and not trained on. A token that reaches into an
+answer is trained, and another template makes other tokens.
 """
 
 import json
