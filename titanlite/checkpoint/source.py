@@ -80,6 +80,11 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     folder.base = base.settle(folder, resume, state)
     if not resume.continues:
         log.info(f"loaded weights from {resume.folder}")
+        if folder.base:
+            log.info(
+                f"each resume reads the base from {folder.base.folder}: keep it, or copy it first "
+                "(titanlite checkpoint cp) where its run may delete it (checkpoint.keep_latest_k)"
+            )
         return
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:

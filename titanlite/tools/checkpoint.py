@@ -81,6 +81,7 @@ def _ls(arguments: Namespace) -> int:
         state = (
             f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         )
+        state += _describe_base(manifest)
         if manifest or not is_remote(folder):
             dated = folder / MANIFEST if is_remote(folder) else folder
             age = _age(time.time() - store.modified(dated))
@@ -100,10 +101,20 @@ def _age(seconds: float) -> str:
 def _verify(arguments: Namespace) -> int:
     damaged = False
     for folder in (folder for path in arguments.folder for folder in find_checkpoints(path)):
-        _, problems = _check(folder, full=True)
+        manifest, problems = _check(folder, full=True)
         damaged |= bool(problems)
-        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
+        base = _describe_base(manifest)
+        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else f"verified{base}"))
     return int(damaged)
+
+
+def _describe_base(manifest: Manifest | None) -> str:
+    """Return where the weights are that adapters belong to, and whether they are there."""
+    if not manifest or not manifest.base:
+        return ""
+    folder = place(manifest.base.folder)
+    is_there = store.exists(folder / MANIFEST) or store.exists(folder / "config.json")
+    return f"; its base, {folder}, is {'there' if is_there else 'NOT there'}"
 
 
 def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
@@ -285,7 +296,8 @@ def _copy(source: Path, root: Path) -> None:
             store.publish(staging, target)
     if manifest.step == committed(root)[-1]:
         point_latest(root, manifest.step)
-    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified")
+    base = f"; its base stays in {manifest.base.folder}" if manifest.base else ""
+    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified{base}")
 
 
 def _environment(folder: Path) -> tuple[str, str]:
