@@ -127,8 +127,7 @@ def build(flavor: Any, positions: int) -> nn.Module:
         part.use_cache = False  # not every forward pass has the argument
     with_experts = getattr(model, "set_experts_implementation", None)
     if with_experts and any("experts" in name for name, _ in model.named_modules()):
-        # "grouped_mm" has no float64, "eager" loops over data: no block would compile.
-        with_experts("batched_mm")
+        with_experts(_register_experts())
     model.forward = MethodType(forward, model)
     for module in model.modules():
         if buffers := dict(module.named_buffers(recurse=False)):
@@ -138,6 +137,23 @@ def build(flavor: Any, positions: int) -> nn.Module:
                 for name, buffer in buffers.items():
                     module._buffers[name] = buffer.to("meta")
     return model
+
+
+def _register_experts() -> str:
+    """Return the name of an implementation of experts that all types have, and which compiles.
+
+    "eager" loops over data, "grouped_mm" has no float64, and "batched_mm" copies an expert's
+    matrices for each of its tokens, hundreds of gigabytes in a real model.
+    """
+    from transformers.integrations import moe
+
+    def forward_experts(self: nn.Module, hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
+        is_double = hidden.dtype == torch.float64
+        run = moe.batched_mm_experts_forward if is_double else moe.grouped_mm_experts_forward
+        return run(self, hidden, *args, **more)
+
+    moe.ALL_EXPERTS_FUNCTIONS.register("titanlite", forward_experts)
+    return "titanlite"
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Content:
     weights_only: bool
     confirm: Callable[[], object] = object
     """On rank 0, raise if the run may not commit any more."""
+    run: str = ""
+    """The name of the run, in a bucket."""
     base: Base | None = None
     """The weights that are not among the tensors."""
 
@@ -165,7 +167,7 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         if problems := faults(staging, manifest):
             raise OSError("; ".join(problems))
         if staging.parent == target:
-            rendered = replace(manifest, attempt=staging.name).render()
+            rendered = replace(manifest, attempt=staging.name, run=content.run).render()
         content.confirm()
         store.publish(staging, target, MANIFEST, rendered)
         point_latest(root, step)

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.checkpoint import cleanup, commit, status, transfer
-from titanlite.checkpoint.lease import Lease, holder_on
 from titanlite.checkpoint.manifest import Base, committed, step_folder
-from titanlite.checkpoint.mirror import Mirror
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.shared import require_shared
 from titanlite.checkpoint.state import TrainingState
+from titanlite.checkpoint.writer import Writer
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.run_folder import new_archive_folder
@@ -23,6 +22,9 @@ from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
+
+REWIND = "rewind"
+"""File with the step that a run goes back to, while it puts the later ones aside."""
 
 
 class CheckpointFolder:
@@ -40,7 +42,10 @@ class CheckpointFolder:
             self.renew_group()
         self.base: Base | None = None
         """What has the weights that a save leaves out, once the start is loaded."""
-        self.lease: Lease | None = None
+        self.complete = set[int]()
+        """Steps that were found complete, and are not looked at again."""
+        self.writer: Writer | None = None
+        """On rank 0 of a run that saves into a bucket."""
         if self.settings.enable:
             if is_remote(self.root):
                 commit.run_on_all_ranks(
@@ -49,43 +54,26 @@ class CheckpointFolder:
             else:
                 self._has_locks = require_shared(self.root, rank_info, self.group)
             self._clear_leftovers()
-        self.mirror = Mirror.of(job.config, log)
+            self._finish_rewind()
 
     def _use_bucket(self) -> None:
-        """Make sure that this node reaches it; on rank 0, that no other run uses it."""
+        """Make sure that this node reaches it."""
         self.root.is_dir()
         self._has_locks = self.rank_info.rank == 0
         if self._has_locks:
-            self.lease = Lease(self.root, holder_on(self.rank_info.host), self.log)
-            self.lease.take()
+            self.writer = Writer(self.root, self.rank_info.host)
             transfer.fetch_metrics(self.root, self._outer)
 
     def confirm(self) -> None:
         """Raise if another run uses the place by now."""
-        if self.lease:
-            self.lease.confirm()
+        if self.writer:
+            self.writer.require_alone()
 
     def note(self, step: int) -> None:
-        """On rank 0, write down what the bucket has, unless another run uses it by now."""
-        if self.lease:
-            self.confirm()
+        """On rank 0, write down what the bucket has."""
+        if self.writer:
+            self.writer.known.add(step)
             status.record(self.job.config, self.root, step)
-
-    def finish(self, seconds: float) -> None:
-        """At the end of a run, wait at most so long for the mirror."""
-        if self.mirror:
-            self.mirror.finish(seconds)
-        self.release()
-
-    def release(self) -> None:
-        """Let the next run use the place."""
-        if self.lease:
-            self.lease.release()
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup | None]:
-        """Return the groups that wait for storage."""
-        return [self.group, self.mirror.group if self.mirror else None]
 
     def renew_group(self) -> None:
         """Make the group, or another one: that of a failed save may hold unmatched collectives."""
@@ -103,18 +91,34 @@ class CheckpointFolder:
             self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
         dist.barrier(self.group)
 
+    def _finish_rewind(self) -> None:
+        """On rank 0, put aside what a run that was killed in a rewind left of the later steps."""
+        if self.rank_info.rank == 0 and store.exists(self.root / REWIND):
+            self.archive_steps_after(int(store.read(self.root / REWIND)))
+        dist.barrier(self.group)
+
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, let `latest` name this step, and move later checkpoints, damaged or from
         before a rewind, out of the folder.
         """
         commit.point_latest(self.root, step)  # a killed run may have left it behind
-        if self.lease:
-            status.note(self.job.config, step)
-            transfer.set_aside(self.root, step, self.log)
-            return
-        later_steps = [later for later in committed(self.root) if later > step]
+        if self.writer:
+            later_steps = sorted(later for later in self.writer.known if later > step)
+        else:
+            later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
+        store.write(self.root / REWIND, f"{step}\n".encode())
+        if self.writer:
+            transfer.set_aside(self.root, later_steps, self.log)
+            self.writer.known -= {*later_steps}
+            status.note(self.job.config, step)
+        else:
+            self._archive(later_steps)
+        store.delete(self.root / REWIND)
+        self.complete -= {*later_steps}
+
+    def _archive(self, later_steps: list[int]) -> None:
         outer = self._outer
         if not store.same_file_system(outer, self.root):  # a rename cannot leave it
             outer = self.root

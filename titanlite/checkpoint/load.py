@@ -23,10 +23,12 @@ from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
+    MISSING,
     STATE,
     CorruptCheckpoint,
     Manifest,
     Position,
+    Unreadable,
     faults,
     read_manifest,
     read_state,
@@ -106,7 +108,7 @@ def _verify(
 
     Each rank looks at an equal share of the files, with `full` at their bytes too.
     """
-    manifest = None
+    manifest, failure = None, ""
     try:
         manifest = read_manifest(folder)
         remote = is_remote(folder)
@@ -117,9 +119,15 @@ def _verify(
         if full and remote and not problems:
             with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
                 pass  # verified; `read` finds it there
-    except (CorruptCheckpoint, OSError) as error:
+    except (CorruptCheckpoint, *MISSING) as error:
         problems = [str(error)]
-    problems = sorted({problem for part in gather_objects(problems, group) for problem in part})
+    except (Unreadable, OSError) as error:
+        problems = []
+        failure = str(error if isinstance(error, Unreadable) else Unreadable(folder, error))
+    found = gather_objects((problems, failure), group)
+    if failures := [failure for _, failure in found if failure]:
+        raise UserError(failures[0])
+    problems = sorted({problem for part, _ in found for problem in part})
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)

@@ -7,6 +7,7 @@ unpickled: where tensors are is in the manifest, which is JSON with a checksum o
 
 import json
 import re
+import socket
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,8 +31,19 @@ FORMAT = 2
 _HEAD = b'{"crc32":%d,"manifest":'
 
 
+MISSING = (FileNotFoundError, NotADirectoryError)
+
+
 class CorruptCheckpoint(UserError):
     """A folder that differs from its committed state."""
+
+
+class Unreadable(UserError):
+    """A file that cannot be read now, which is no damage."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        where = f"{error.filename or path} cannot be read on {socket.gethostname()}"
+        super().__init__(f"{where}: {error.strerror or error}; start again when it can")
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class Manifest:
     """The folder next to the manifest that has the files, where a run saves into a bucket."""
     base: Base | None = None
     """There are only adapters, which belong to these weights."""
+    run: str = ""
+    """The run that created it, in a bucket."""
 
     def render(self) -> bytes:
         """Return the manifest's file in the one form that is accepted: any other byte in it is
@@ -158,7 +172,7 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
         why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
-        raise CorruptCheckpoint(f"{folder / MANIFEST}: {error.strerror}") from None
+        raise Unreadable(folder / MANIFEST, error) from None
     try:
         begin = raw.index(b":{") + 1
         if raw != _HEAD % zlib.crc32(memoryview(raw)[begin:-2]) + raw[begin:-2] + b"}\n":
@@ -225,8 +239,10 @@ def is_complete(folder: Path, resumable: bool = False) -> bool:
     """
     try:
         return not faults(folder, read_manifest(folder, outline=True), resumable=resumable)
-    except (CorruptCheckpoint, OSError):
+    except (CorruptCheckpoint, *MISSING):
         return False
+    except OSError as error:
+        raise Unreadable(folder, error) from None
 
 
 def latest_complete(root: Path) -> int | None:

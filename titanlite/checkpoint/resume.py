@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.rules import batch_changes, excluded
 from titanlite.config.job import Job
+from titanlite.config.schema import Lora
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 DATA = "data"
 """Stands for the position in the data in checkpoint.exclude_from_loading."""
+ALPHA = "lora.alpha"
 _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
 
 
@@ -131,6 +133,22 @@ class Resume:
                 "dropout masks will differ: mesh, stages, batch size or split of sequences changed"
             )
         return lines
+
+
+def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
+    """Refuse adapters that were scaled otherwise, which no shape shows; return `exclude` without
+    the pattern that allows it.
+    """
+    given = tomllib.loads(read_document(folder, CONFIG).decode()).get("lora", {})
+    saved = Lora(**{key: given[key] for key in ("rank", "alpha") if key in given})
+    is_same_kind = lora.rank and saved.rank == lora.rank
+    if is_same_kind and saved.alpha != lora.alpha and not excluded(ALPHA, exclude):
+        raise UserError(
+            f"{ALPHA} = {lora.alpha:g}, but the adapters of {folder} were trained with "
+            f'{saved.alpha:g}: set it to that, or list "{ALPHA}" in '
+            "checkpoint.exclude_from_loading"
+        )
+    return [pattern for pattern in exclude if not (lora.rank and pattern == ALPHA)]
 
 
 def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:

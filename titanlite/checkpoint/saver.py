@@ -44,8 +44,6 @@ class PendingSave(threading.Thread):
 
     error: BaseException | None = None
     warning = ""
-    mirror_behind: int | None = None
-    """Steps that the mirror lacked before this save."""
 
     def __init__(self, write: Callable[..., None], content: commit.Content) -> None:
         super().__init__(name="checkpoint", daemon=True, target=write, args=(self, content))
@@ -74,7 +72,6 @@ class Saver:
         self.records: list[PendingSave] = []
         """Saves that were committed and not yet logged; the trainer takes them out."""
         self._pending: PendingSave | None = None
-        self._complete = set[int]()  # steps in the folder
         self._host_memory: Tensors = {}
         self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
         self._last_save = time.monotonic()
@@ -152,9 +149,16 @@ class Saver:
             staging = time.monotonic() - copying
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
-        confirm = self._folder.confirm
         content = commit.Content(
-            step, tensors, copies.__getitem__, payload, make_documents, weights_only, confirm, base
+            step,
+            tensors,
+            copies.__getitem__,
+            payload,
+            make_documents,
+            weights_only,
+            self._folder.confirm,
+            self._folder.writer.name if self._folder.writer else "",
+            base,
         )
         pending = PendingSave(self._write, content)
         self._pending = pending
@@ -214,7 +218,6 @@ class Saver:
         began = time.monotonic()
         root = self._folder.root
         group = self._folder.group
-        mirror = self._folder.mirror
         if self._copied:
             with torch.cuda.device(self._device):  # or it would open a context on the first GPU
                 self._copied.synchronize()
@@ -225,14 +228,11 @@ class Saver:
             try:
                 self._folder.note(content.step)
                 keep = self.settings.keep_latest_k, self.settings.keep_every
-                for old_step in steps_to_delete(root, *keep, self._complete):
-                    if not mirror or not mirror.reads(old_step):
-                        cleanup.delete(step_folder(root, old_step))
+                for old_step in steps_to_delete(root, *keep, self._folder.complete):
+                    cleanup.delete(step_folder(root, old_step))
             except (OSError, UserError) as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
-        if mirror:
-            pending.mirror_behind = mirror.submit(content.step)
 
     @phase("save")
     def finish_save(self) -> None:

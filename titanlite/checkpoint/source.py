@@ -13,7 +13,7 @@ from titanlite.checkpoint import base, load
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
-from titanlite.checkpoint.resume import Resume, saved_model
+from titanlite.checkpoint.resume import Resume, check_alpha, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
@@ -34,12 +34,9 @@ def find(folder: CheckpointFolder) -> Resume:
         return Resume()
     resume = None
     if settings.enable and settings.load_step != -1:
-        if folder.mirror:
-            folder.mirror.fetch_missing(settings.load_step)
         resume = load.at_step(folder.root, settings.load_step, full, group)
     elif settings.enable:
-        newest = partial(load.latest_verified, folder.root, full, group, folder.log)
-        resume = folder.mirror.newest_of_both(newest) if folder.mirror else newest()
+        resume = load.latest_verified(folder.root, full, group, folder.log)
     if resume is None and settings.initial_load_in_hf:
         read = partial(HuggingFaceFolder, path, job.spec, job.model, exclude)
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
@@ -49,6 +46,7 @@ def find(folder: CheckpointFolder) -> Resume:
     if resume and resume.manifest and resume.folder:
         saved = saved_model(resume.folder, job.spec)
         exclude = check_model(resume.folder, saved, job.spec, job.model, exclude)
+        exclude = check_alpha(resume.folder, job.config.lora, exclude)
     return replace(resume or Resume(), exclude=exclude)
 
 
@@ -82,12 +80,15 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     folder.base = base.settle(folder, resume, state)
     if not resume.continues:
         log.info(f"loaded weights from {resume.folder}")
+        if folder.base:
+            log.info(
+                f"each resume reads the base from {folder.base.folder}: keep it, or copy it first "
+                "(titanlite checkpoint cp) where its run may delete it (checkpoint.keep_latest_k)"
+            )
         return
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
-        if folder.mirror:  # after that: a step that is uploaded now is not put there any more
-            folder.mirror.set_aside(step)
         if resume.metrics and (notice := restore_metrics(folder.job.config, resume.metrics)):
             log.info(notice)
     dist.barrier(folder.group)

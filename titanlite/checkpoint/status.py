@@ -6,6 +6,7 @@ A launcher forks, and may not open a bucket: at the start another process looks 
 """
 
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from titanlite.checkpoint.manifest import (
     is_complete,
     latest_complete,
     step_folder,
+    step_of,
 )
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.schema import JobConfig
@@ -23,11 +25,9 @@ from titanlite.errors import command_line
 from titanlite.observe.run_folder import archive_previous_files
 from titanlite.runtime import bucket, lock, store
 
-MIRRORED = "mirrored"
-"""File in the folder of checkpoints with the newest step that is in checkpoint.mirror."""
 _SAVED = ".saved"
-"""File in the dump folder with the newest step that is in checkpoint.folder, where that is a
-URL."""
+"""File in the dump folder with the newest step that is in checkpoint.folder, where that is a URL,
+and when it was saved; 0 for one that was found there."""
 
 
 def in_bucket(config: JobConfig) -> bool:
@@ -42,14 +42,14 @@ def look(config: JobConfig) -> None:
     note(config, int(step) if step else None)
 
 
-def note(config: JobConfig, step: int | None) -> None:
+def note(config: JobConfig, step: int | None, at: int = 0) -> None:
     """Write down the newest complete step in the bucket, if there is one."""
     file = Path(config.job.dump_folder, _SAVED)
     if step is None:
         store.delete(file)
         return
     store.make_folder(file.parent)
-    store.replace(file, f"{step}\n".encode())
+    store.replace(file, f"{step} {at}\n".encode())
 
 
 def record(config: JobConfig, root: Path, step: int) -> None:
@@ -57,7 +57,7 @@ def record(config: JobConfig, root: Path, step: int) -> None:
     try:
         transfer.copy_records(Path(config.job.dump_folder), root)
     finally:
-        note(config, step)
+        note(config, step, time.time_ns())
 
 
 def _newest_there(url: str) -> str:
@@ -71,9 +71,9 @@ def _newest_there(url: str) -> str:
 def times(config: JobConfig) -> dict[int, int]:
     """Return when each step was saved, in nanoseconds; of a bucket, the newest one."""
     if in_bucket(config):
-        file = Path(config.job.dump_folder, _SAVED)
         with suppress(FileNotFoundError):
-            return {int(store.read(file)): file.stat().st_mtime_ns}
+            step, at = store.read(Path(config.job.dump_folder, _SAVED)).split()
+            return {int(step): int(at)}
         return {}
     root = checkpoint_root(config)
     return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
@@ -84,6 +84,15 @@ def newest(config: JobConfig) -> int | None:
     if in_bucket(config):
         return max(times(config), default=None)
     return latest_complete(checkpoint_root(config))
+
+
+def last_named(config: JobConfig) -> int | None:
+    """Return the step that was saved last, without a look at its files."""
+    if in_bucket(config):
+        return max(times(config), default=None)
+    with suppress(FileNotFoundError):
+        return step_of(store.read(checkpoint_root(config) / transfer.LATEST).decode().strip())
+    return None
 
 
 def name_of(config: JobConfig, step: int | None = None) -> str:
@@ -143,13 +152,7 @@ def last_saved_message(config: JobConfig) -> str:
     step = newest(config)
     if step is None:
         return "no checkpoint was due yet"
-    saved = f"saved: {name_of(config, step)}"
-    if mirror := config.checkpoint.mirror:
-        file = checkpoint_root(config) / MIRRORED
-        mirrored = int(store.read(file)) if store.exists(file) else 0
-        behind = f"; {mirror} is behind, at step {mirrored}"
-        saved += f" and in {mirror}" if mirrored == step else behind
-    return saved
+    return f"saved: {name_of(config, step)}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from titanlite.checkpoint.manifest import (
     is_complete,
     read_manifest,
     step_folder,
+    step_of,
 )
 from titanlite.errors import some_of
 from titanlite.observe.run_folder import METRICS
@@ -37,14 +38,15 @@ _IN_USE = ".in-use"
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps in a bucket. An empty list is not believed: the step that `latest` names is
-    asked for by name.
+    """Return the steps in a bucket. A list without the step that `latest` names is not believed
+    where that step is there.
     """
     found = committed(root)
-    if not found and store.exists(root / LATEST):
+    if is_remote(root) and store.exists(root / LATEST):
         newest = store.read(root / LATEST).decode().strip()
-        if store.exists(root / newest / MANIFEST):
-            raise BucketError(f"{root} lists nothing, but has {newest}")
+        if step_of(newest) not in found and store.exists(root / newest / MANIFEST):
+            listed = f"step-{found[-1]}" if found else "nothing"
+            raise BucketError(f"{root} lists {listed} as the newest, but has {newest}; start again")
     return found
 
 
@@ -155,23 +157,24 @@ def remove(folder: Path) -> None:
     store.delete(folder)
 
 
-def set_aside(root: Path, after: int, log: logging.Logger) -> None:
-    """Take the manifests from steps in a bucket after this one."""
-    steps = []
-    for step in committed(root):
+def set_aside(root: Path, steps: Iterable[int], log: logging.Logger) -> None:
+    """Take their manifests from steps in a bucket."""
+    for step in steps:
         manifest = step_folder(root, step) / MANIFEST
-        if step > after and store.exists(manifest):
+        if store.exists(manifest):
             store.copy(manifest, manifest.parent / ASIDE)
             manifest.unlink()
-            steps.append(f"{step}")
-    if steps:
-        log.info(f"{root}: later checkpoints ({', '.join(steps)}) are now set aside")
+    log.info(f"{root}: later checkpoints ({', '.join(map(str, steps))}) are now set aside")
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Remove from a bucket what a killed upload left; return the names."""
-    names = []
-    for step in committed(root):
+    """Remove from a bucket what a killed upload left; return the names.
+
+    After the newest step it may be of a run in progress, which stays.
+    """
+    names, all_steps = [], steps(root)
+    newest = max((step for step in all_steps if is_complete(step_folder(root, step))), default=-1)
+    for step in (step for step in all_steps if step < newest):
         folder = step_folder(root, step)
         # Asked for by name: a list may be empty by mistake.
         if not any(store.exists(folder / name) for name in (MANIFEST, ASIDE)):

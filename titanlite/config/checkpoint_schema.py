@@ -30,10 +30,9 @@ class Checkpoint(Section):
     """Checkpoints to keep that can be resumed; 0 keeps all."""
     keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
-    mirror: str = ""
-    """URL (s3://, gs://, az://, hf://buckets/) that gets each checkpoint too, in the background."""
-    mirror_keep_latest_k: Annotated[Natural, Only("checkpoint.enable", "checkpoint.mirror")] = 10
-    """Checkpoints to keep in the mirror, besides those of keep_every; 0 keeps all."""
+    after_save: str = ""
+    """Command for a shell on node 0 after each save, with {checkpoint} for what was saved. It runs
+    beside the training, one at a time; saves meanwhile are skipped but for the newest."""
     upload_parallel: Annotated[Positive, _UPLOADS] = 4
     """Parts that a rank sends to a store at once."""
     part_mib: Annotated[int, Field(ge=5, le=5120), _UPLOADS] = 64

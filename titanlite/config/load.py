@@ -5,7 +5,7 @@ Precedence: command line > later file > earlier file > default. Rules between ke
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -78,7 +78,14 @@ class CommandLine:
     names_files: bool = False
     """Whether the files are its own: not of CONFIG_FILE, nor the default."""
     overrides: dict[str, Any] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+    """Keys that were given more than once: the last value counts."""
     faults: list[ConfigFault] = field(default_factory=list)
+
+    def put(self, key: str, value: Any) -> None:
+        if self.overrides.get(key, value) != value and key not in self.repeated:
+            self.repeated.append(key)
+        self.overrides[key] = value
 
 
 def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLine:
@@ -115,14 +122,14 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             hint = _keys_named(name)
             line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
         elif values:
-            line.overrides[name] = _read_value(name, values[0])
+            line.put(name, _read_value(name, values[0]))
         elif name in KEYS and "true or false" not in (
             values_of := legal(KEYS[name].annotation, KEYS[name].metadata)
         ):
             line.faults.append(ConfigFault(argument, f"needs a value: {values_of}"))
         else:  # --section.key switches on, --section.no_key switches off
             on = name in KEYS or ".no_" not in name
-            line.overrides[name if on else name.replace(".no_", ".")] = on
+            line.put(name if on else name.replace(".no_", "."), on)
     line.names_files = bool(line.files)
     line.files = line.files or [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
     return line
@@ -173,6 +180,8 @@ class Loaded:
     entries: dict[str, Entry]
     invalid: set[str]
     faults: list[ConfigFault]
+    notices: Sequence[str] = ()
+    """Lines about what was given and does not count."""
 
     @property
     def given(self) -> list[str]:
@@ -203,6 +212,7 @@ def load(line: CommandLine) -> Loaded:
         except (UserError, OSError) as error:
             faults.append(ConfigFault(name, str(error)))
     _flatten(line.overrides, "", "command line", tree)
+    notices = _notices(line, tree)
     faults += _remove_unknown(tree)
     _apply_converters(tree)
     config, invalid = _build(tree)
@@ -222,7 +232,19 @@ def load(line: CommandLine) -> Loaded:
         except UserError as error:
             invalid["model.flavor"] = str(error)
     faults += [tree[key].fault(key, why) for key, why in invalid.items()]
-    return Loaded(config, tree, set(invalid), faults)
+    return Loaded(config, tree, set(invalid), faults, notices)
+
+
+def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
+    """Return lines about keys that were given and do not count."""
+    lines = []
+    if line.repeated:
+        last = ", ".join(f"{key} = {toml_value(line.overrides[key])}" for key in line.repeated)
+        lines.append(f"given more than once, the last one counts: {last}")
+    if tuning := [key for key in tree if (found := foreign(key)) and found.off is None]:
+        why = "keys for features that titanlite does not have"
+        lines.append(f"no effect, TorchTitan's {why}: {', '.join(tuning)}")
+    return lines
 
 
 def load_valid(line: CommandLine) -> Loaded:

@@ -87,9 +87,7 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         "no module_fqns_per_model_part": not parallelism.module_fqns_per_model_part,
         "context parallel": parallelism.context_parallel_degree > 1,
         "checkpoint.enable or initial_load_path": bool(saving.enable or saving.initial_load_path),
-        "checkpoints on s3, gs or az": any(
-            url.startswith(("s3:", "gs:", "az:")) for url in (saving.folder, saving.mirror)
-        ),
+        "checkpoints on s3, gs or az": saving.folder.startswith(("s3:", "gs:", "az:")),
         "a checkpoint to verify": saving.enable
         or bool(saving.initial_load_path and not saving.initial_load_in_hf),
         "traces or snapshots": profiling.enable_profiling or profiling.enable_memory_snapshot,

@@ -108,9 +108,14 @@ class ChatTokenizer(JsonTokenizer):
                 known = ", ".join(sorted(ROLES))
                 raise UserError(f'the role "{role}" is not in the chat template; known are {known}')
         turns = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
-        if not turns:
-            raise UserError("no message of the assistant, so there is nothing to train on")
-        samples = self._samples(messages, turns)
+        trained = {n for n in turns if _is_trained(messages[n])}
+        if not trained:
+            raise UserError(
+                "no message of the assistant is trained on: all that are there have weight 0"
+                if turns
+                else "no message of the assistant, so there is nothing to train on"
+            )
+        samples = self._samples(messages, turns, trained)
         text, _ = _spans(samples[-1])
         for message in messages[: turns[-1] + 1]:
             content = message.get("content") or ""
@@ -152,12 +157,14 @@ class ChatTokenizer(JsonTokenizer):
             return "ping" in self._render([{"role": "user", "content": "ping"}])
         return False
 
-    def _samples(self, messages: list[Any], turns: list[int]) -> list[str]:
+    def _samples(self, messages: list[Any], turns: list[int], trained: set[int]) -> list[str]:
         whole = self._render(messages)
         if BEGIN in whole:
-            return [whole]
+            return [_without_marks(whole, [turn not in trained for turn in turns])]
         found = []
         for turn in turns:
+            if turn not in trained:
+                continue
             before = self._render(messages[:turn], prompts=True)
             text = self._render(messages[: turn + 1])
             found.append((text, len(commonprefix([before, text]))))
@@ -166,6 +173,33 @@ class ChatTokenizer(JsonTokenizer):
         for text, begin in reversed(found):
             whole = _mark(whole, begin, len(text))
         return [whole]
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    """Return whether a message has the weight 1, as without one (OpenAI's key; axolotl's is
+    "train").
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise UserError(f'a message has "weight": {json.dumps(weight)}; legal: 0 and 1')
+    return bool(weight) and message.get("train", True) is not False
+
+
+def _without_marks(marked: str, dropped: list[bool]) -> str:
+    """Return a text without the marks of some turns of the assistant."""
+    if not any(dropped):
+        return marked
+    first, *pieces = marked.split(BEGIN)
+    if len(pieces) != len(dropped):
+        raise UserError(
+            f"the chat template marks {len(pieces)} parts of {len(dropped)} messages of the "
+            'assistant, so that none can be left out by "weight": 0 or "train": false'
+        )
+    parts = [
+        "".join(piece.rsplit(END, 1)) if drop else BEGIN + piece
+        for piece, drop in zip(pieces, dropped, strict=True)
+    ]
+    return first + "".join(parts)
 
 
 def _mark(text: str, begin: int, stop: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
 
+NAMED_BY = "training.text_key (data prepare: --text-key)"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
 SEGMENT_BYTES = 1 << 20
@@ -287,7 +288,7 @@ def _json_texts(
         reason = f'"{key}" is {json.dumps(value)[:40]}, not a string'
     except KeyError:
         fields = ", ".join(json.loads(line))
-        reason = f'no "{key}" in it but {fields}; training.text_key names the field'
+        reason = f'no "{key}" in it but {fields}; {NAMED_BY} names the field'
     except TypeError:
         reason = "not a JSON object"
     except ValueError as error:
@@ -304,7 +305,7 @@ def _line_at(path: Path, offset: int) -> str:
 def require_text(source: object, schema: Any, key: str) -> None:
     """Raise a UserError unless an Arrow schema has this column, of strings."""
     if key not in schema.names:
-        has = f"it has: {', '.join(schema.names)}; training.text_key names the column"
+        has = f"it has: {', '.join(schema.names)}; {NAMED_BY} names the column"
         raise UserError(f'{source} has no column "{key}"; {has}')
     kind = str(schema.field(key).type)
     if not re.match(r"(dictionary<values=)?(large_)?string|null$", kind):

@@ -40,9 +40,15 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     starts = np.frombuffer(content, "<i8", sequences, _BEGIN + 4 * sequences)
     documents = np.frombuffer(content, "<i8", bounds, _BEGIN + 12 * sequences)
     stops = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    in_order = np.array_equal(starts, stops[:-1] * dtype.itemsize)
-    if not in_order or documents[-1:].tolist() != [sequences]:
+    in_order = np.array_equal(starts, stops[:-1] * dtype.itemsize) and not (lengths < 0).any()
+    if not in_order:
         raise UserError(f"{path} is damaged, or its sequences are not in the order of the file")
+    bounds_are_right = documents[:1].tolist() == [0] and documents[-1:].tolist() == [sequences]
+    if not bounds_are_right or (np.diff(documents) < 0).any():
+        raise UserError(
+            f"{path} is damaged: its documents should begin at sequence 0, end at {sequences} and "
+            "follow each other"
+        )
     if stops[-1] * dtype.itemsize != size:
         raise UserError(f"{path} is of {stops[-1]} ids of {dtype}, and the .bin has {size} bytes")
     ends = np.unique(stops[documents])

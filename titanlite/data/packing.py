@@ -29,7 +29,8 @@ class Concatenated:
         self.samples = (source.tokens - 1) // seq_len
         if self.samples < 1:
             raise UserError(
-                f"{key}: dataset too small: {source.tokens} tokens, need at least {seq_len + 1}"
+                f"{key}: the data in {source.folder} has {source.tokens} tokens, and a window "
+                f"needs {seq_len + 1} ({key}.seq_len + 1)"
             )
         if masked:
             require_ends(source, key)

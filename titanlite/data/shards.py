@@ -35,6 +35,8 @@ TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", *TOKENIZER_SETTINGS)
 OPEN_FILES = 16
 """Files of a source that stay open."""
 SCAN_TOKENS = 1 << 24
+SAMPLES, SAMPLE_BYTES = 64, 1 << 20
+"""Of an index, whose size has no limit."""
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -112,11 +114,12 @@ def _open_npy(path: Path, vocab_size: int, raw_type: str) -> Shard:
     # The upper bytes of such a vocabulary's uint16 are zero.
     is_uint8 = vocab_size <= 256 and any(first[1::2])
     dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
-    upper = first[2::4] + first[3::4]
-    if dtype == np.uint16 and len(first) > 64 and any(first) and not any(upper):
+    ids = np.frombuffer(first[: len(first) // dtype.itemsize * dtype.itemsize], dtype)
+    if dtype != np.uint8 and len(first) > 64 and ids.any() and not ids[1::2].any():
         raise UserError(
-            f"{path} seems to have ids of 4 bytes or more, and those of a vocabulary of "
-            f"{vocab_size} are read as {dtype}; name their type in training.dataloader.token_dtype"
+            f"{path} seems to have ids of {2 * dtype.itemsize} bytes or more, and those of a "
+            f"vocabulary of {vocab_size} are read as {dtype}; name their type in "
+            "training.dataloader.token_dtype"
         )
     return _open_raw(path, dtype)
 
@@ -188,7 +191,10 @@ class ShardSource:
             if "content" in self.manifest:  # older versions have none
                 fingerprint += f"+{self.manifest['content']}"
         elif not fingerprint:
-            listing = "\n".join(f"{shard.path.name}:{shard.tokens}" for shard in self._shards)
+            listing = "\n".join(
+                f"{os.path.relpath(shard.path, self.folder)}:{shard.tokens}"
+                for shard in self._shards
+            )
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
         # Documents end where it says, with or without an end token.
@@ -222,6 +228,8 @@ class ShardSource:
         for shard, stop in zip(self._shards, self._stops, strict=True):
             for start in range(stop - shard.tokens, stop, max(1024, shard.tokens // 4)):
                 digest.update(self.read(start, min(1024, stop - start)).tobytes())
+            if shard.index:  # other documents are other data
+                digest.update(_sample(shard.index))
         return digest.hexdigest()[:8]
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -313,10 +321,25 @@ def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
 
 
 def _find_shards(path: Path) -> list[Path]:
+    """Return the shards in a folder and its subfolders; hidden files are of other programs."""
     if not path.is_dir():
         return [path]
-    files = (file for file in path.iterdir() if file.suffix in (".bin", ".npy"))
-    return sorted(file for file in files if not file.name.endswith(".ends.npy"))
+    files = (file for file in path.rglob("*") if file.suffix in (".bin", ".npy"))
+    return sorted(
+        file
+        for file in files
+        if not file.name.endswith(".ends.npy")
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+
+
+def _sample(path: Path) -> bytes:
+    """Return the size of a file and its bytes, of a large one those of places all over it."""
+    size = path.stat().st_size
+    step = max(SAMPLE_BYTES, size // SAMPLES)
+    with path.open("rb") as file:
+        parts = (os.pread(file.fileno(), SAMPLE_BYTES, at) for at in range(0, size, step))
+        return hashlib.sha256(b"".join([b"%d" % size, *parts])).digest()
 
 
 def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, int]]:

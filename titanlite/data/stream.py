@@ -72,6 +72,7 @@ class Stream:
             self.tokenizer.fingerprint,
             self.seq_len,
             self.seed,
+            *[self.text_key] * (self.text_key != "text"),
         )
         return fingerprint(" ".join(map(str, parts)))
 

@@ -89,10 +89,6 @@ class Stop(threading.Thread):
             return f"no data for half of fault.grace_seconds = {self._grace}"
         return ""
 
-    def seconds_left(self) -> float:
-        """Return the time until this rank must leave; without a request, there is no limit."""
-        return self._asked_at + self._grace - time.monotonic()
-
     def others_may_have_left(self) -> bool:
         """Whether other ranks may have exited after the stop request, making this error a
         consequence.

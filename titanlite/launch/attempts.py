@@ -161,7 +161,7 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
         newest = status.newest(config)
         if newest is None:
             return Saved()
-        is_new = bool(status.times(config).items() - before.items())
+        is_new = any(at for _, at in status.times(config).items() - before.items())
         return Saved(newest, f"from {status.name_of(config, newest)}", is_new)
 
     return saved

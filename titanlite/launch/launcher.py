@@ -41,7 +41,7 @@ from titanlite.launch.nodes import (
 from titanlite.launch.preflight import check_machine, data_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
-from titanlite.launch.terminal import ENDED, note, say
+from titanlite.launch.terminal import DONE, ENDED, note, say
 from titanlite.observe.console import rank_log
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
@@ -50,6 +50,7 @@ from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
     from titanlite.fault.status import Ended, Verdict
+    from titanlite.launch.after_save import AfterSave
     from titanlite.launch.attempts import Attempt
     from titanlite.launch.node import Node
     from titanlite.launch.terminal import Terminal
@@ -233,6 +234,7 @@ class Launch:
 
     def _run(self, private: Path) -> Verdict:
         from titanlite.fault.decide import Restarts
+        from titanlite.launch.after_save import AfterSave
         from titanlite.launch.attempts import Attempts, leaving, saved_since
         from titanlite.launch.node import Node
 
@@ -242,8 +244,10 @@ class Launch:
         say(f"titanlite: {count}, config {files}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
-        if self.nodes.rank == 0 and (line := self.job.no_effect_of(self.loaded.given)):
-            say(f"titanlite: {line}")
+        if self.nodes.rank == 0:
+            lines = [*self.loaded.notices, self.job.no_effect_of(self.loaded.given)]
+            for line in filter(None, lines):
+                say(f"titanlite: {line}")
         most = _max_restarts(self.loaded, self.job, os.environ)
         restarts = Restarts(most, self._fits, saved_since(config))
         node = Node(
@@ -256,8 +260,14 @@ class Launch:
             if not decision.is_final:
                 self._take_folder()
                 decision = node.prepare(decision)
-            work = partial(self._work, node, private)
-            return Attempts(node, self.job.given, private, work).run(decision)
+            after_save = AfterSave(self.job.given) if self.nodes.rank == 0 else None
+            work = partial(self._work, node, private, after_save)
+            verdict = Attempts(node, self.job.given, private, work).run(decision)
+            if after_save:
+                stops = bool(self.stopping.reason)
+                grace = config.fault.grace_seconds
+                after_save.finish(grace if stops else config.comm.checkpoint_timeout_seconds)
+            return verdict
 
     def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}
@@ -275,7 +285,12 @@ class Launch:
             return str(error)
 
     def _work(
-        self, node: Node, private: Path, attempt: Attempt, watch: Callable[[], None]
+        self,
+        node: Node,
+        private: Path,
+        after_save: AfterSave | None,
+        attempt: Attempt,
+        watch: Callable[[], None],
     ) -> Ended:
         """Run this node's workers, their output on the terminal; return how the attempt ended."""
         from titanlite.fault.status import Ended
@@ -293,6 +308,8 @@ class Launch:
         def poll() -> None:
             watch()
             self.stopping.poll(node)
+            if after_save:
+                after_save.poll()
 
         self.terminal = self._open_terminal(attempt)
         self.stopping.begin(private)
@@ -329,6 +346,8 @@ class Launch:
             say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
         if verdict.code == OK:
             say(describe_end(self.job.config))
+            if self.nodes.rank == 0:
+                note(self.folder / "logs", f"{DONE}step {self.job.config.training.steps}")
         assert verdict.code is not None
         return verdict.code
 

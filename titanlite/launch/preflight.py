@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
-    committed,
     faults,
     read_manifest,
     step_folder,
@@ -28,7 +27,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
-from titanlite.runtime.bucket import BucketError, Unreachable, in_own_process
+from titanlite.runtime.bucket import BucketError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +74,6 @@ def check_machine(
         _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
-            check(_check_mirror, job.config)
             check(_check_start, job)
         if built := check(build_model, job):
             prepared.model = model, table = built
@@ -238,7 +236,7 @@ def _check_start(job: Job) -> None:
     settings = job.config.checkpoint
     steps, path = times(job.config) if settings.enable else {}, Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
-        if in_bucket(job.config) or (settings.mirror and settings.load_step not in steps):
+        if in_bucket(job.config):
             return  # it is looked for there
         root = checkpoint_root(job.config)
         require_step(root, settings.load_step, sorted(steps))
@@ -266,23 +264,6 @@ def _check_bucket(config: JobConfig) -> None:
         look(config)
     except BucketError as error:
         raise UserError(f"checkpoint.folder: {error}") from None
-
-
-def _check_mirror(config: JobConfig) -> None:
-    """Raise if the mirror cannot be used, or has no answer where the run may have its only
-    checkpoints.
-    """
-    settings = config.checkpoint
-    if not settings.enable or not settings.mirror:
-        return
-    try:
-        if warning := in_own_process("titanlite.runtime.bucket", settings.mirror):
-            say(f"titanlite: checkpoint.mirror: {warning}")
-    except BucketError as error:
-        line = f"checkpoint.mirror: {error}"
-        if not (isinstance(error, Unreachable) and committed(checkpoint_root(config))):
-            raise UserError(line) from None
-        say(f"titanlite: {line}; going on with the checkpoints of the folder")
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:

@@ -31,8 +31,6 @@ def sweep(argv: list[str], settings: list[str]) -> tuple[dict[str, list[str]], s
         words = runs[f"{key} = {value}"] = [*argv, f"--{own}", f"--job.dump_folder={folder / name}"]
         if config.debug.seed is None and key != "debug.seed":  # the runs differ in the key alone
             words.append("--debug.seed=0")
-        if mirror := config.checkpoint.mirror:
-            words.append(f"--checkpoint.mirror={mirror}/{name}")
         if status.in_bucket(config):
             words.append(f"--checkpoint.folder={config.checkpoint.folder}/{name}")
     plot = command_line("titanlite", "plot")

@@ -22,6 +22,8 @@ NOTICES = "launcher.log"
 """The launcher's own log, with the plan."""
 ENDED = "ended: "
 """Begins its last line, where a run ended before its last step."""
+DONE = "done: "
+"""Begins it where the run has reached its last step, and saved it."""
 _FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 

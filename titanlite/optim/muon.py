@@ -159,7 +159,8 @@ class Muon(torch.optim.AdamW):
         """Yield each matrix, or stack, with its name and its group."""
         for group in self.param_groups:
             if group["matrices"]:
-                names = group.get("param_names", [""])  # the probe of checkpoint/state.py has none
+                # Nothing to train in a stage, or the probe of checkpoint/state.py.
+                names = group.get("param_names", [""] * len(group["params"]))
                 for name, weight in zip(names, group["params"], strict=True):
                     yield name, weight, group
 

@@ -321,7 +321,7 @@ def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
     if overwrites:
         raise BucketError(
             f"{url}: the store overwrites what it was asked to keep, so that two runs "
-            "would mix there; legal: a folder, with it as checkpoint.mirror"
+            "would mix there; legal: a folder, from which checkpoint.after_save copies"
         )
     return warning
 

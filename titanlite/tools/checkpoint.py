@@ -30,6 +30,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
+from titanlite.config.checkpoint_schema import Checkpoint
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
@@ -46,6 +47,7 @@ from titanlite.tools.load import (
     whole_manifest,
 )
 
+DEFAULT_FOLDER = Checkpoint().folder
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _ABOUT = (
@@ -79,6 +81,7 @@ def _ls(arguments: Namespace) -> int:
         state = (
             f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         )
+        state += _describe_base(manifest)
         if manifest or not is_remote(folder):
             dated = folder / MANIFEST if is_remote(folder) else folder
             age = _age(time.time() - store.modified(dated))
@@ -98,10 +101,20 @@ def _age(seconds: float) -> str:
 def _verify(arguments: Namespace) -> int:
     damaged = False
     for folder in (folder for path in arguments.folder for folder in find_checkpoints(path)):
-        _, problems = _check(folder, full=True)
+        manifest, problems = _check(folder, full=True)
         damaged |= bool(problems)
-        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else "verified"))
+        base = _describe_base(manifest)
+        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else f"verified{base}"))
     return int(damaged)
+
+
+def _describe_base(manifest: Manifest | None) -> str:
+    """Return where the weights are that adapters belong to, and whether they are there."""
+    if not manifest or not manifest.base:
+        return ""
+    folder = place(manifest.base.folder)
+    is_there = store.exists(folder / MANIFEST) or store.exists(folder / "config.json")
+    return f"; its base, {folder}, is {'there' if is_there else 'NOT there'}"
 
 
 def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
@@ -233,17 +246,40 @@ def _rm(arguments: Namespace) -> int:
 
 
 def _cp(arguments: Namespace) -> int:
-    from titanlite.checkpoint.commit import staging_folder
-
     given, root = arguments.__dict__["from"], arguments.to
     if is_remote(given) and store.exists(given / "config.json"):
         return copy_folder(given, root)
-    source = find_checkpoint(given)
+    if is_remote(given) and not is_remote(root):
+        root = _where_a_run_looks(root)
+    if not arguments.all:
+        _copy(find_checkpoint(given), root)
+        return 0
+    damaged = False
+    for source in find_checkpoints(given):
+        if problems := _check(source, full=False)[1]:
+            print(f"{source}: damaged, and not copied{some_of(problems)}", file=sys.stderr)
+            damaged = True
+        else:
+            _copy(source, root)
+    return int(damaged)
+
+
+def _where_a_run_looks(folder: Path) -> Path:
+    """Return the folder of checkpoints in a dump folder, which may have been lost."""
+    if folder.name == DEFAULT_FOLDER or committed(folder):
+        return folder
+    return folder / DEFAULT_FOLDER
+
+
+def _copy(source: Path, root: Path) -> None:
+    """Copy a checkpoint into a folder of them, unless it is there."""
+    from titanlite.checkpoint.commit import point_latest, staging_folder
+
     manifest = whole_manifest(source)
     target = step_folder(root, manifest.step)
     if transfer.is_copy(source, target):
         print(f"{source} is in {target} already, by its manifest and sizes")
-        return 0
+        return
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
     files = track_files(manifest.files.items())
@@ -258,8 +294,10 @@ def _cp(arguments: Namespace) -> int:
             transfer.copy_files(home, staging, files)
             store.write(staging / MANIFEST, transfer.flat_manifest(source))
             store.publish(staging, target)
-    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified")
-    return 0
+    if manifest.step == committed(root)[-1]:
+        point_latest(root, manifest.step)
+    base = f"; its base stays in {manifest.base.folder}" if manifest.base else ""
+    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified{base}")
 
 
 def _environment(folder: Path) -> tuple[str, str]:
@@ -348,11 +386,16 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
     ),
     "cp": (
         _cp,
-        "copy a checkpoint between folders and object stores, verified",
+        "copy checkpoints between folders and object stores, verified",
         "cp outputs s3://bucket/run",
         {
             "FROM": (f"{_PLACE[0]}; or a Hugging Face folder's URL", place),
-            "TO": ("the folder or URL in which step-N will be; the copy of such a folder", place),
+            "TO": (
+                "the folder or URL in which step-N will be, from a URL the dump folder of a run; "
+                "the copy of a Hugging Face folder",
+                place,
+            ),
+            "--all": "every complete checkpoint of FROM; those that are there stay as they are",
         },
     ),
     "rm": (

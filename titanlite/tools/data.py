@@ -34,6 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     making: Options = {
         "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them, also URLs",
         "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
+        "--text-key NAME": ("the field or column that has the text (default: text)", str, "text"),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
         "--workers N": ("default: all cores", positive_int, cores()),
     }
@@ -63,7 +64,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def _prepare(arguments: Namespace) -> int:
     arguments.resumable = True
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
-    documents = {source: find_text(source, arguments.out) for source in arguments.src}
+    key = arguments.text_key
+    documents = {
+        source: replace(find_text(source, arguments.out), text_key=key) for source in arguments.src
+    }
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
     is_url = is_remote(arguments.out)

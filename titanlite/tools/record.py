@@ -14,7 +14,7 @@ import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import ENDED, NOTICES
+from titanlite.launch.terminal import DONE, ENDED, NOTICES
 from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
@@ -94,6 +94,11 @@ class Run:
         """How the run ended before its last step, in the launcher's words."""
         last = text_of(self.folder / "logs" / NOTICES).rpartition(ENDED)
         return last[1] and last[2].strip()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the launcher saw the run reach its last step, and save it."""
+        return f"\n{DONE}" in f"\n{text_of(self.folder / 'logs' / NOTICES)}"
 
 
 def text_of(file: Path) -> str:

@@ -74,7 +74,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
 
 
 def state_of(record: Run) -> tuple[str, bool]:
-    """Return how far a run is, in words, and whether it has reached its last step."""
+    """Return how far a run is, in words, and whether it is done: has saved its last step, too."""
     config = tomllib.loads(text_of(record.folder / CONFIG))
     steps = config.get("training", {}).get("steps", 0)
     ranks = record.folder / "logs" / RANKS
@@ -94,9 +94,10 @@ def state_of(record: Run) -> tuple[str, bool]:
     step, seconds = record.logged[["step", "step_seconds"]][-1]
     if has_stopped:  # its last step may not have been logged
         step = max(beat["step"] for beat in beats)
-    if step >= steps:
+    if step >= steps and (record.is_done or has_stopped or not beats):
         return f"step {step:.0f} of {steps}, done", True
-    left = end or f"eta {format_duration((steps - step) * seconds)}"
+    doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
+    left = end or doing or f"eta {format_duration((steps - step) * seconds)}"
     return f"step {step:.0f} of {steps}, {left}", False
 
 

@@ -137,8 +137,6 @@ class Report:
                 f"time_metrics/checkpoint_{name}(s)": seconds
                 for name, seconds in save.costs.items()
             }
-            if save.mirror_behind is not None:
-                values["mirror_steps_behind"] = save.mirror_behind
             self._write(save.step, values, tags)
             grace, written = self.job.config.fault.grace_seconds, save.costs["write"]
             if written > grace:

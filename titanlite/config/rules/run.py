@@ -36,7 +36,7 @@ _MAY_BE_URLS = (
 )
 _STORES = ("s3://", "gs://", "az://", "hf://")
 _URLS_SO_FAR = (
-    "an object store can be checkpoint.folder and .mirror, and "
+    "an object store can be checkpoint.folder, and "
     "`titanlite checkpoint cp URL FOLDER` copies from one, also a Hugging Face folder"
 )
 _LONGEST_NAME = 255  # bytes
@@ -303,16 +303,12 @@ def _stores_are_legal(config: ConfigView) -> Refusals:
     settings = config.checkpoint
     places = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
     places = {name: place for name, place in places.items() if "://" in place}
-    if settings.mirror:
-        places["mirror"] = settings.mirror
     for name, url in places.items():
         if not split_url(url):
             yield f"checkpoint.{name}", f"legal: {LEGAL_URLS}"
     if settings.folder.startswith("hf://"):
         why = "Hugging Face's buckets have no conditional writes: two runs would mix there"
-        yield "checkpoint.folder", f"{why}; legal: a folder, with it as checkpoint.mirror"
-    if "folder" in places and settings.mirror:
-        yield "checkpoint.mirror", "checkpoint.folder is on a store itself; remove one of them"
+        yield "checkpoint.folder", f"{why}; legal: a folder, with checkpoint.after_save"
     if "folder" in places and settings.last_save_in_hf:
         why = "needs checkpoint.folder here; `titanlite checkpoint export URL FOLDER` does it later"
         yield "checkpoint.last_save_in_hf", why
