@@ -9,7 +9,7 @@ Rounds alternate between a copy of the state in memory, an async save, a sync sa
 manifest and commit. With --root the bare one is obstore's own put of the same bytes in the same
 parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared
 machine drifts, and their medians are printed. Blocked is how long training waits. With --beside,
-steps of a small model while a thread uploads a file of 512 MiB, as a mirror does or by obstore
+steps of a small model while a thread uploads a file of 512 MiB, as `cp` does or by obstore
 alone, against steps without, in turn."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
 def steps_beside_an_upload(rounds: int, root: str) -> None:
     """Print the seconds of uploads, and the ratios of steps in a round."""
     step = timed_step()
-    ways: dict[str, Callable[[Path, Any], object]] = {"mirror": store.copy, "put": _put}
+    ways: dict[str, Callable[[Path, Any], object]] = {"copy": store.copy, "put": _put}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         file = Path(folder, "rank-0.safetensors")
         file.write_bytes(os.urandom(512 << 20))

@@ -4,7 +4,6 @@ itself.
     python scripts/soak_checkpoint.py --rounds 200 [--seed 0]
     python scripts/soak_checkpoint.py --round 17 --seed 3     only the kill of one round
     python scripts/soak_checkpoint.py --rounds 60 --root s3://bucket/soak     in a bucket
-    python scripts/soak_checkpoint.py --rounds 20 --root s3://bucket/soak --mirror
 
 Two ranks on the CPU save every other step. In three rounds of four a rank is killed (SIGKILL) at a
 failpoint of a save, otherwise at a random moment; all rounds use one folder, which is watched all
@@ -12,8 +11,7 @@ the time. Then everything is compared bit for bit with a run that was never kill
 meets a training timeout of 20 s; 50 saves on four ranks must not grow the memory; and state saved
 on each of eight layouts loads on all of them. With --root only the rounds are run; the place must
 be empty, and the store is that of the environment; for s3:// moto's server on loopback where it
-names no AWS_ENDPOINT_URL. With --mirror the bucket has a copy: the kills come at random moments,
-and every other round begins without the folder. The last line is the result, and the exit code is 1
+names no AWS_ENDPOINT_URL. The last line is the result, and the exit code is 1
 if anything failed."""
 
 from __future__ import annotations
@@ -51,21 +49,18 @@ def main() -> int:
     parser.add_argument("--round", type=int, help="only this round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="", help="URL of an empty place for the checkpoints")
-    parser.add_argument("--mirror", action="store_true", help="--root is checkpoint.mirror")
     arguments = parser.parse_args()
     own_server = arguments.root.startswith("s3:") and "AWS_ENDPOINT_URL" not in os.environ
     with ExitStack() as stack:
         port = stack.enter_context(moto()) if own_server else 0
         if port:
             stack.enter_context(using(port))
-        key = "mirror" if arguments.mirror else "folder"
-        return _soak(arguments, Bucket(arguments.root, port, key))
+        return _soak(arguments, Bucket(arguments.root, port))
 
 
 def _soak(arguments: argparse.Namespace, bucket: Bucket) -> int:
     one_round = arguments.round is not None
     points = IN_A_BUCKET if bucket.url else FAILPOINTS
-    points = ("",) if arguments.mirror else points
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         numbers = [arguments.round] if one_round else range(arguments.rounds)
         failures, soak = _rounds(Path(folder), list(numbers), arguments.seed, bucket)
@@ -80,27 +75,21 @@ def _soak(arguments: argparse.Namespace, bucket: Bucket) -> int:
         f"{len(failures)} failures"
     )
     least = 5 if len(numbers) >= 100 else 1
-    if arguments.mirror:
-        print(f"{soak.behind} kills while the mirror was behind")
-        return int(bool(failures) or not soak.behind)
     enough = one_round or (fewest >= least and soak.inside >= 0.6 * len(numbers))
     return int(bool(failures) or not enough)
 
 
 def _rounds(folder: Path, numbers: list[int], seed: int, bucket: Bucket) -> tuple[list[str], Soak]:
     soak = Soak(folder / "run", bucket=bucket)
-    watcher = Watcher(soak.mirror or soak.root)
+    watcher = Watcher(soak.root)
     (folder / "run").mkdir()
     watcher.start()
     failures, began = [], time.monotonic()
     for number in numbers:
         plan = planned(seed, number)
-        if soak.mirror:
-            wrong = soak.mirror_round(seed, number)
-        elif bucket.url and plan.point == "half a manifest":  # a file's, not an object's
+        if bucket.url and plan.point == "half a manifest":  # a file's, not an object's
             continue
-        else:
-            wrong = soak.round(plan)
+        wrong = soak.round(plan)
         if wrong:
             failures.append(f"--seed {seed} --round {number}, {plan}: {wrong}")
             print(failures[-1], flush=True)

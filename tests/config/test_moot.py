@@ -97,7 +97,6 @@ NO_EFFECT = [  # the same, further options of the run, and ranks
         1,
     ),
     ("checkpoints on s3, gs or az", "checkpoint.part_mib=7", "--checkpoint.enable", 1),
-    ("checkpoint.mirror", "checkpoint.mirror_keep_latest_k=7", "--checkpoint.enable", 1),
     (
         "checkpoint.initial_load_path",
         "checkpoint.initial_load_model_only=false",
@@ -200,7 +199,6 @@ OTHERS = {
     "parallelism.module_fqns_per_model_part": [["norm"]],
     "activation_checkpoint.selective_ac_option": "2",
     "validation.steps": 3,
-    "checkpoint.mirror": "s3://bucket/run",
 }
 
 

@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import random
-import re
-import shutil
 import signal
 import threading
 import time
@@ -30,8 +28,6 @@ from tests.checkpoint.saved import rank
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK, calling
 from tests.jobs import TINY, trainer
 from tests.stores.server import credentials
-from titanlite.checkpoint import lease
-from titanlite.checkpoint.lease import LEASE
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -41,7 +37,6 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.checkpoint.status import MIRRORED
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import distributed
 from titanlite.runtime.bucket import place
@@ -49,7 +44,7 @@ from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
 AFTER_THE_RENAME = FAILPOINTS[FAILPOINTS.index("after the rename") :]
-_BESIDE = {LEASE, METRICS, CONFIG, MIRRORED}
+_BESIDE = {METRICS, CONFIG}
 """What there is beside the checkpoints."""
 LONGEST_SECONDS = 3.0
 """A random kill comes within this time: while resuming, while training or in a save."""
@@ -108,26 +103,21 @@ class Death:
     step: int
     """Of the pending save, or of the last one, or where the round started; -1 before that."""
     in_progress: bool
-    behind: int
-    """Steps that the mirror lacked."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Where the checkpoints of a soak are, if not in its folder, or also."""
+    """Where the checkpoints of a soak are, if not in its folder."""
 
     url: str = ""
     port: int = 0
-    key: str = "folder"
-    """Or mirror."""
 
     def argv(self, folder: str) -> list[str]:
         """Let s3:// lead there in this process; return the options of a run."""
         if not self.url:
             return ARGV
         os.environ |= {"XDG_CACHE_HOME": folder} | (credentials(self.port) if self.port else {})
-        lease._RENEWAL_SECONDS = 0.3  # type: ignore[misc]
-        return [*ARGV, f"--checkpoint.{self.key}={self.url}"]
+        return [*ARGV, f"--checkpoint.folder={self.url}"]
 
 
 def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
@@ -139,8 +129,7 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
         pending = runs[0].saver._pending if runs else None
         step = pending.step if pending else max(saves, default=-1)
         in_progress = bool(pending and (pending.is_alive() or pending.ident is None))
-        mirror = runs[0].checkpoints.mirror if runs else None
-        death = Death(point, step, in_progress, mirror.behind if mirror else 0)
+        death = Death(point, step, in_progress)
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -238,37 +227,15 @@ class Soak:
     hits: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     """Kills inside a save."""
-    behind: int = 0
-    """Kills while the mirror was behind."""
     bucket: Bucket = Bucket()
 
     @property
-    def mirror(self) -> Path | None:
-        return place(self.bucket.url) if self.bucket.key == "mirror" else None
-
-    @property
     def root(self) -> Path:
-        in_bucket = self.bucket.url and not self.mirror
-        return place(self.bucket.url) if in_bucket else self.folder / "checkpoint"
+        return place(self.bucket.url) if self.bucket.url else self.folder / "checkpoint"
 
     def newest(self) -> int:
         """Return the step that the next start must resume."""
-        return max(latest_verified(root) or 0 for root in (self.root, self.mirror or self.root))
-
-    def mirror_round(self, seed: int, number: int) -> str:
-        """Lose the folder, in every other round, and train until a kill at a random moment; return
-        what went wrong, also if the mirror lacks a step that the log says it has.
-        """
-        chance = random.Random(f"mirror/{seed}/{number}")
-        if number % 2:
-            shutil.rmtree(self.root, ignore_errors=True)
-        seconds = chance.uniform(0, 2 * LONGEST_SECONDS)
-        if wrong := self.round(Plan("async", chance.randrange(RANKS), "", 0, seconds)):
-            return wrong
-        lines = (self.folder / "log-0").read_text() if (self.folder / "log-0").exists() else ""
-        said = max(map(int, re.findall(r"^mirrored step (\d+)", lines, re.M)), default=0)
-        there = latest_verified(self.mirror or self.root) or 0
-        return "" if there >= said else f"the log says {said}, but the mirror has {there}"
+        return latest_verified(self.root) or 0
 
     def round(self, plan: Plan) -> str:
         """Train until the kill; return what went wrong, or nothing."""
@@ -288,7 +255,6 @@ class Soak:
         death = Death(**json.loads((self.folder / "death.json").read_text()))
         self.hits[death.point] += 1
         self.inside += death.in_progress
-        self.behind += death.behind > 0
         return self._judge(plan, death, before, self.newest())
 
     def _judge(self, plan: Plan, death: Death, before: int, after: int) -> str:
