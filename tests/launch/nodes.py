@@ -44,6 +44,7 @@ def start_tasks(
     argv: list[str],
     folder: Path,
     names: tuple[str, str] = ("RANK", "LOCAL_RANK"),
+    /,
     **variables: str,
 ) -> list[subprocess.Popen]:
     """Start two tasks without a launcher, as a scheduler does that names their ranks so."""

@@ -34,7 +34,7 @@ def test_experts_save_no_matrices_for_each_token_and_have_the_gradients_of_float
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    found = []
+    found, used = list[list[torch.Tensor]](), 0
     for dtype in (torch.float32, torch.float64):
         model.to(dtype).zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
