@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import warnings
 import zlib
 from dataclasses import asdict, replace
@@ -101,6 +102,18 @@ def test_a_damaged_checkpoint_is_skipped_whichever_rank_reads_the_file(pool, run
         assert found["step"] == 1
     assert steps_in(run) == ["step-1"]
     assert len([*run.glob("previous/*/checkpoint/step-[23]")]) == 2
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank-0.safetensors"])
+def test_a_file_that_cannot_be_read_now_is_no_damage_and_loses_no_step(begun, run, name):
+    """As of NFS (ESTALE), or of a process with too many files: here a loop of links (ELOOP)."""
+    file = run / "checkpoint/step-3" / name
+    kept = file.rename(run / "kept")
+    file.symlink_to(file)
+    says(begun(SAVING, run)["error"], str(file), socket.gethostname(), "start again")
+    file.unlink()
+    kept.rename(file)
+    assert begun(SAVING, run)["step"] == 3
 
 
 def test_verify_on_load_sizes_reads_only_small_files(begun, run):

@@ -77,3 +77,12 @@ def test_a_key_that_titanlite_lacks_names_what_to_use_instead(argv, instead):
 )
 def test_a_key_that_switches_a_feature_off_is_accepted(argv):
     assert resolve(argv)
+
+
+def test_keys_that_do_not_count_are_named():
+    given = "--mx.recipe=x --fault_tolerance.none=1 --training.steps=4 --debug.seed=1".split()
+    loaded = load(parse_command_line([*given, "--training.steps=5", "--debug.seed=1"], {}))
+    twice, foreign = loaded.notices
+    says(twice, "training.steps = 5")
+    assert "debug.seed" not in twice  # the same value
+    says(foreign, "no effect", "mx.recipe", "fault_tolerance.none")

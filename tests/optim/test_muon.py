@@ -4,13 +4,14 @@ of matrices.
 `titanlite verify` proves that it equals one process on every mesh.
 """
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import FLOAT64, TINY, relative_error, run_to_end, trainer, weights
+from tests.jobs import FLOAT64, TINY, relative_error, require_close, run_to_end, trainer, weights
 from tests.lanes import sample
 from tests.messages import refused
 from tests.optim.test_bf16_state import optimizer_state
@@ -142,6 +143,18 @@ def test_many_batches_of_matrices_equal_one_batch(pool, tmp_path):
     one, many = (pool.run(three_steps, str(tmp_path), most, world=2) for most in (1 << 20, 200))
     for found, expected in zip(many, one, strict=True):
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_stage_with_nothing_to_train_takes_part(pool, tmp_path):
+    """Of adapters, a stage with only the embedding has none."""
+    argv = [*TINY, "--optimizer.name=Muon", "--lora.rank=2", "--training.global_batch_size=4"]
+    alone = pool.run(run_to_end, argv, str(tmp_path / "alone"), world=1)[0]
+    stages = [["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"]]
+    cut = f"--parallelism.module_fqns_per_model_part={json.dumps(stages)}"
+    pp = [*argv, cut, "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+    ranks = pool.run(run_to_end, pp, str(tmp_path / "stages"), world=2)
+    weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
+    require_close(weights, alone["weights"], 1e-5)
 
 
 def test_a_model_without_matrices_to_train_is_refused(pool, tmp_path):

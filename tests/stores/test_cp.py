@@ -2,6 +2,7 @@
 manifest is, and every copy is verified.
 """
 
+import logging
 import shutil
 
 import pytest
@@ -26,8 +27,8 @@ def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
     url, (first, second) = store.url, (saved / "checkpoint" / f"step-{step}" for step in (1, 2))
     says(tool("checkpoint cp", saved, url), f"{url}/step-2")
     if store.name == "s3":
-        method, path = store.proxy.log[-1]
-        assert method == "PUT" and path.endswith(f"step-2/{MANIFEST}")
+        *_, manifest, latest = (path for method, path in store.proxy.log if method == "PUT")
+        assert manifest.endswith(f"step-2/{MANIFEST}") and latest.endswith("/latest")
     tool("checkpoint cp", first, url)
     verified = f"{url}/step-1: verified\n{url}/step-2: verified\n"
     assert tool("checkpoint verify", url) == verified
@@ -40,11 +41,16 @@ def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
         tool("checkpoint export", source, tmp_path / name)
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     tool("checkpoint cp", url, tmp_path / "back")
-    assert contents(tmp_path / "back/step-2") == contents(second)
-    assert [path.name for path in (tmp_path / "back").iterdir()] == ["step-2"]
+    back = tmp_path / "back/checkpoint"  # where a run in back looks
+    assert contents(back / "step-2") == contents(second)
+    assert {path.name for path in back.iterdir()} == {"step-2", "latest"}
+    assert "already" in tool("checkpoint cp", url, back.parent, "--all")
+    assert contents(back / "step-1") == contents(first)
     assert not [*(tmp_path / "user").glob("titanlite/*")]
     tool("checkpoint rm", f"{url}/step-1")
-    assert list_folder(place(url)).keys() == {"step-2"} and not list_folder(place(f"{url}/step-1"))
+    assert list_folder(place(url)).keys() == {"step-2", "latest"} and not list_folder(
+        place(f"{url}/step-1")
+    )
 
 
 def test_a_committed_step_is_never_written_into(saved, tool, url, proxy, tmp_path):
@@ -101,6 +107,14 @@ def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy
     assert transfer.remove_leftovers(place(url)) == []
     proxy.heal()
     tool("checkpoint verify", url)
+
+
+def test_steps_that_a_rewind_has_set_aside_are_no_leftovers(saved, tool, url):
+    tool("checkpoint cp", saved, url, "--all")
+    root = place(url)
+    transfer.set_aside(root, [1], logging.Logger("quiet"))
+    assert transfer.remove_leftovers(root) == []
+    assert transfer.ASIDE in list_folder(root / "step-1")
 
 
 @pytest.mark.long

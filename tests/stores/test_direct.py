@@ -15,8 +15,10 @@ from tests.stores.conftest import CLOUDS, whole_steps
 from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.load import load_tensors
-from titanlite.checkpoint.manifest import MANIFEST, read_manifest
+from titanlite.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from titanlite.checkpoint.writer import Writer
 from titanlite.cli import main
+from titanlite.errors import RunFailed
 from titanlite.runtime import store as files
 from titanlite.runtime.bucket import BucketError, check, place
 from titanlite.runtime.store import list_folder, read
@@ -112,6 +114,20 @@ def test_an_empty_list_is_not_believed(train, proxy, tmp_path):
 
 
 @pytest.mark.long
+def test_a_list_without_the_step_that_latest_names_is_not_believed(train, proxy, url, tmp_path):
+    train(3)
+    shutil.rmtree(tmp_path / "run")
+    xml = (
+        "<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated>"
+        f"<CommonPrefixes><Prefix>{url.split('/')[3]}/step-1/</Prefix></CommonPrefixes>"
+        "</ListBucketResult>"
+    )
+    proxy.fail("list-type", status=200, text=xml)
+    with refused("step-1 as the newest", "step-3", kind=RankFailed):
+        train(4)
+
+
+@pytest.mark.long
 def test_a_rewind_sets_later_steps_aside_and_the_new_ones_take_their_names(
     train, straight, url, tmp_path
 ):
@@ -123,6 +139,37 @@ def test_a_rewind_sets_later_steps_aside_and_the_new_ones_take_their_names(
     assert begun == 2 and state == straight[1]
     assert [step for step in whole_steps(url) if step > 2] == [6]
     assert transfer.ASIDE in list_folder(place(f"{url}/step-4"))
+
+
+@pytest.mark.long
+def test_a_rewind_that_a_store_refused_half_way_is_finished_by_the_next_start(
+    train, straight, url, proxy
+):
+    train(4)
+    proxy.fail("PUT .*step-4/manifest.json.aside", status=403)
+    with refused("step-4", kind=RankFailed):
+        train(6, "--checkpoint.load_step=2")
+    proxy.heal()
+    state, begun, log = train(6)
+    says(log, "3, 4)", "set aside")
+    assert begun == 2 and state == straight[1]
+
+
+def test_a_run_commits_nothing_beside_another_that_has_saved_since_it_started(url):
+    root = place(url)
+
+    def save(step, run):
+        folder = root / f"step-{step}"
+        files.write(folder / MANIFEST, Manifest(step, False, {}, {}, run=run).render())
+
+    save(1, "of before")
+    first, second = Writer(root, "a"), Writer(root, "b")
+    first.require_alone()
+    save(2, second.name)
+    second.require_alone()
+    with refused(f"{url}/step-2", second.name, first.name, kind=RunFailed):
+        first.require_alone()
+    assert whole_steps(url) == [1, 2]
 
 
 @pytest.mark.long
@@ -145,11 +192,15 @@ def test_a_save_that_the_store_refuses_or_never_answers_is_absent_and_its_remain
         train(4, "--checkpoint.stall_timeout_seconds=1")
     assert whole_steps(url) == [1, 2]
     proxy.heal()
-    files.write(place(f"{url}/step-9/0a1b2c3d/rank-0.safetensors"), b"begun by a killed run")
+    for step in (0, 1, 9):
+        left = place(f"{url}/step-{step}/0a1b2c3d/rank-0.safetensors")
+        files.write(left, b"begun by a killed run")
     state, begun, log = train(6)
-    says(log, "step-3, step-9")
+    says(log, "step-0, step-1/0a1b2c3d\n")
     assert begun == 2 and state == straight[1]
-    assert "step-9" not in list_folder(place(url))
+    names = list_folder(place(url))
+    assert "step-0" not in names
+    assert "step-9" in names  # it may be of a run in progress
 
 
 @pytest.mark.long

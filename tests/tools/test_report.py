@@ -25,6 +25,7 @@ from tests.tools.conftest import record, write
 from titanlite.cli import main
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
+from titanlite.launch.terminal import DONE, note
 from titanlite.tools.record import chart
 from titanlite.tools.top import view
 
@@ -144,8 +145,14 @@ def test_a_run_whose_launcher_is_gone_shows_for_how_long(run, tool):
     assert re.search("step 10 of 20, no .* 1:3", tool("top", run))
 
 
-def test_a_run_at_its_last_step_is_done(run, tool):
+def test_a_run_is_done_when_its_last_step_is_saved(run, tool):
     write(run, [record(20, 2.0)])
+    places = run / "logs/ranks.json"
+    says(tool("top", run), "step 20 of 20, forward\n")
+    old = time.time() - 90  # killed in its last validation
+    os.utime(places, (old, old))
+    assert re.search("step 20 of 20, no .* 1:3", tool("top", run))
+    note(run / "logs", f"{DONE}step 20")
     says(tool("top", run), "step 20 of 20, done\n")
 
 

@@ -6,6 +6,7 @@ A step is there exactly when its manifest is. No torch.
 import fcntl
 import hashlib
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -168,16 +169,27 @@ def set_aside(root: Path, steps: Iterable[int], log: logging.Logger) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Remove from a bucket what a killed upload left; return the names.
+    """Remove from a bucket what killed saves left; return the names.
 
-    After the newest step it may be of a run in progress, which stays.
+    After the newest step it may be of a run in progress, which stays. Manifests are asked for by
+    name: a list may be empty by mistake.
     """
-    names, all_steps = [], steps(root)
-    newest = max((step for step in all_steps if is_complete(step_folder(root, step))), default=-1)
-    for step in (step for step in all_steps if step < newest):
+    all_steps = steps(root)
+    whole = {step for step in all_steps if store.exists(step_folder(root, step) / MANIFEST)}
+    names = []
+    for step in (step for step in all_steps if step <= max(whole, default=-1)):
         folder = step_folder(root, step)
-        # Asked for by name: a list may be empty by mistake.
-        if not any(store.exists(folder / name) for name in (MANIFEST, ASIDE)):
-            remove(folder)
-            names.append(folder.name)
+        dead = {folder.name: folder}
+        if step in whole:
+            kept = read_manifest(folder, outline=True).attempt
+            dead = {
+                f"{folder.name}/{name}": path
+                for name, path in store.list_folder(folder).items()
+                if re.fullmatch("[0-9a-f]{8}", name) and name != kept
+            }
+        elif store.exists(folder / ASIDE):
+            continue
+        for path in dead.values():
+            store.delete(path)
+        names += dead
     return names
