@@ -80,16 +80,14 @@ def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(train,
     assert not (tuned / "c").exists()
 
 
-def test_adapters_are_not_continued_with_another_alpha_unless_it_is_allowed(pool, tuned):
-    base = tuned.with_name("base")
+def test_adapters_are_not_continued_with_another_alpha_unless_it_is_allowed(train, tuned):
     other = [*TUNED, "--lora.alpha=64", "--training.steps=4"]
     starts = [*other, f"--checkpoint.initial_load_path={tuned}/checkpoint"]
     for argv, folder in ((other, tuned), (starts, tuned.with_name("new"))):
         with refused("lora.alpha = 64", "16", "exclude_from_loading", kind=RankFailed):
-            pool.run(trained, argv, str(folder), world=1)
-    allowed = [*other, '--checkpoint.exclude_from_loading=["lora.alpha"]']
-    assert max(pool.run(trained, allowed, str(tuned), world=1)[0]) == 4
-    assert base.exists()
+            train(argv, folder)
+    train([*other, '--checkpoint.exclude_from_loading=["lora.alpha"]'], tuned)
+    assert max(losses(tuned)) == 4
 
 
 def test_another_rank_is_named_before_the_tensors(train, tuned):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import refused
+from tests.messages import refused, says
 from titanlite.config.job import job_from
-from titanlite.config.load import ConfigError, parse_command_line
+from titanlite.config.load import ConfigError, load, parse_command_line
 
 FILES = Path(__file__).parent / "torchtitan"
 
