@@ -190,6 +190,7 @@ def test_ids_that_would_be_read_in_another_type_are_named(tmp_path, dtype):
         (gzip.compress(b"0\n4,9\n"), "damaged"),
         (gzip.compress(b""), "of 0 ids"),
     ],
+    ids=range(6),  # bytes with a time in them would be other names in each worker
 )
 def test_a_table_that_is_none_is_named_before_anything_starts(tmp_path, tool, table, named):
     write_table(tmp_path, DOCUMENTS_OF)
