@@ -39,7 +39,7 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     says(killed.out, f"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; ")
     assert killed.out.index("restart 1 of 3") < killed.out.index("resumed step 4")
     logs = tmp_path / "killed/logs"
-    names = {"attempt-1", "rank-0.log", "rank-1.log", "ranks.json"}
+    names = {"attempt-1", "launcher.log", "rank-0.log", "rank-1.log", "ranks.json"}
     assert {path.name for path in logs.iterdir()} == names
     assert "injured: kill" in (logs / "attempt-1/rank-1.log").read_text()
 

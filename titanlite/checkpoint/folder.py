@@ -64,6 +64,11 @@ class CheckpointFolder:
             self.writer = Writer(self.root, self.rank_info.host)
             transfer.fetch_metrics(self.root, self._outer)
 
+    @property
+    def run_name(self) -> str:
+        """Return what a manifest names this run, nothing outside of a bucket."""
+        return self.writer.name if self.writer else ""
+
     def confirm(self) -> None:
         """Raise if another run uses the place by now."""
         if self.writer:

@@ -149,16 +149,9 @@ class Saver:
             staging = time.monotonic() - copying
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
+        place = self._folder.confirm, self._folder.run_name, base
         content = commit.Content(
-            step,
-            tensors,
-            copies.__getitem__,
-            payload,
-            make_documents,
-            weights_only,
-            self._folder.confirm,
-            self._folder.writer.name if self._folder.writer else "",
-            base,
+            step, tensors, copies.__getitem__, payload, make_documents, weights_only, *place
         )
         pending = PendingSave(self._write, content)
         self._pending = pending

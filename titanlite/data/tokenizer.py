@@ -58,11 +58,11 @@ class JsonTokenizer:
         except OSError as error:
             raise UserError(
                 f"cannot read tokenizer.json there: {error.strerror}. "
-                'To fetch one: hf download REPO --include "tokenizer*" '
-                f"--local-dir {shlex.quote(str(folder))}. "
+                f"Without {origin}, bytes are tokens. "
                 "transformers makes one from vocab.json and the like: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). "
-                f"Without {origin}, bytes are tokens",
+                'To fetch one: hf download REPO --include "tokenizer*" '
+                f"--local-dir {shlex.quote(str(folder))}",
                 origin,
                 str(folder),
             ) from None

@@ -26,12 +26,12 @@ LOOK_SECONDS = 0.25
 
 
 class AfterSave:
-    """The command of a run; without one, and without checkpoints, nothing happens."""
+    """The command of a run; without one, without checkpoints or on another node, nothing happens."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, first_node: bool) -> None:
         saving = config.checkpoint
         self._config = config
-        self._command = saving.after_save if saving.enable else ""
+        self._command = saving.after_save if saving.enable and first_node else ""
         self._folder = Path(config.job.dump_folder)
         self._seen = self._newest()
         self._due = self._skipped = self._step = 0
@@ -56,8 +56,14 @@ class AfterSave:
         if self._due and not self._process:
             self._start()
 
-    def finish(self, seconds: float) -> None:
-        """At the end of the run, wait at most so long for the command of the last save."""
+    def finish(self, is_stop: bool) -> None:
+        """At the end of the run, wait for the command of the last save; after a stop, not longer
+        than the ranks had for their own.
+        """
+        config = self._config
+        seconds = config.comm.checkpoint_timeout_seconds
+        if is_stop:
+            seconds = config.fault.grace_seconds
         deadline = time.monotonic() + seconds
         while self._command:
             self._looked = 0

@@ -260,13 +260,10 @@ class Launch:
             if not decision.is_final:
                 self._take_folder()
                 decision = node.prepare(decision)
-            after_save = AfterSave(self.job.given) if self.nodes.rank == 0 else None
+            after_save = AfterSave(self.job.given, self.nodes.rank == 0)
             work = partial(self._work, node, private, after_save)
             verdict = Attempts(node, self.job.given, private, work).run(decision)
-            if after_save:
-                stops = bool(self.stopping.reason)
-                grace = config.fault.grace_seconds
-                after_save.finish(grace if stops else config.comm.checkpoint_timeout_seconds)
+            after_save.finish(is_stop=bool(self.stopping.reason))
             return verdict
 
     def _take_folder(self) -> None:
@@ -285,12 +282,7 @@ class Launch:
             return str(error)
 
     def _work(
-        self,
-        node: Node,
-        private: Path,
-        after_save: AfterSave | None,
-        attempt: Attempt,
-        watch: Callable[[], None],
+        self, node: Node, private: Path, after_save: AfterSave, attempt: Attempt, watch: Callable
     ) -> Ended:
         """Run this node's workers, their output on the terminal; return how the attempt ended."""
         from titanlite.fault.status import Ended
@@ -308,8 +300,7 @@ class Launch:
         def poll() -> None:
             watch()
             self.stopping.poll(node)
-            if after_save:
-                after_save.poll()
+            after_save.poll()
 
         self.terminal = self._open_terminal(attempt)
         self.stopping.begin(private)

@@ -30,13 +30,13 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     step_of,
 )
-from titanlite.config.checkpoint_schema import Checkpoint
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
-from titanlite.tools.checkpoint_hf import copy_folder, export, import_folder
+from titanlite.tools.checkpoint_cp import copy
+from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import (
     DOCUMENTS,
@@ -47,7 +47,6 @@ from titanlite.tools.load import (
     whole_manifest,
 )
 
-DEFAULT_FOLDER = Checkpoint().folder
 _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _ABOUT = (
@@ -245,61 +244,6 @@ def _rm(arguments: Namespace) -> int:
     return 0
 
 
-def _cp(arguments: Namespace) -> int:
-    given, root = arguments.__dict__["from"], arguments.to
-    if is_remote(given) and store.exists(given / "config.json"):
-        return copy_folder(given, root)
-    if is_remote(given) and not is_remote(root):
-        root = _where_a_run_looks(root)
-    if not arguments.all:
-        _copy(find_checkpoint(given), root)
-        return 0
-    damaged = False
-    for source in find_checkpoints(given):
-        if problems := _check(source, full=False)[1]:
-            print(f"{source}: damaged, and not copied{some_of(problems)}", file=sys.stderr)
-            damaged = True
-        else:
-            _copy(source, root)
-    return int(damaged)
-
-
-def _where_a_run_looks(folder: Path) -> Path:
-    """Return the folder of checkpoints in a dump folder, which may have been lost."""
-    if folder.name == DEFAULT_FOLDER or committed(folder):
-        return folder
-    return folder / DEFAULT_FOLDER
-
-
-def _copy(source: Path, root: Path) -> None:
-    """Copy a checkpoint into a folder of them, unless it is there."""
-    from titanlite.checkpoint.commit import point_latest, staging_folder
-
-    manifest = whole_manifest(source)
-    target = step_folder(root, manifest.step)
-    if transfer.is_copy(source, target):
-        print(f"{source} is in {target} already, by its manifest and sizes")
-        return
-    if store.exists(target / MANIFEST if is_remote(root) else target):
-        raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
-    files = track_files(manifest.files.items())
-    home = source / manifest.attempt
-    if is_remote(root):
-        transfer.begin(source, target)
-        transfer.copy_files(home, target, files)
-        transfer.end(source, target)
-    else:
-        store.make_folder(root)
-        with staging_folder(target, None, "the copy") as staging:
-            transfer.copy_files(home, staging, files)
-            store.write(staging / MANIFEST, transfer.flat_manifest(source))
-            store.publish(staging, target)
-    if manifest.step == committed(root)[-1]:
-        point_latest(root, manifest.step)
-    base = f"; its base stays in {manifest.base.folder}" if manifest.base else ""
-    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified{base}")
-
-
 def _environment(folder: Path) -> tuple[str, str]:
     """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
@@ -385,7 +329,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         },
     ),
     "cp": (
-        _cp,
+        copy,
         "copy checkpoints between folders and object stores, verified",
         "cp outputs s3://bucket/run",
         {

@@ -1,0 +1,72 @@
+"""`titanlite checkpoint cp`: copy checkpoints between folders and object stores, verified."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from titanlite.checkpoint import transfer
+from titanlite.checkpoint.manifest import MANIFEST, committed, is_complete, step_folder
+from titanlite.config.checkpoint_schema import Checkpoint
+from titanlite.errors import UserError, format_bytes
+from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
+from titanlite.tools.checkpoint_hf import copy_folder
+from titanlite.tools.load import find_checkpoint, find_checkpoints, track_files, whole_manifest
+
+DEFAULT_FOLDER = Checkpoint().folder
+
+
+def copy(arguments: Namespace) -> int:
+    """Run the sub-command."""
+    given, root = arguments.__dict__["from"], arguments.to
+    if is_remote(given) and store.exists(given / "config.json"):
+        return copy_folder(given, root)
+    if is_remote(given) and not is_remote(root):
+        root = _where_a_run_looks(root)
+    if not arguments.all:
+        _copy(find_checkpoint(given), root)
+        return 0
+    damaged = False
+    for source in find_checkpoints(given):
+        if is_complete(source):
+            _copy(source, root)
+        else:
+            print(f"{source}: damaged, and not copied", file=sys.stderr)
+            damaged = True
+    return int(damaged)
+
+
+def _where_a_run_looks(folder: Path) -> Path:
+    """Return the folder of checkpoints in a dump folder, which may have been lost."""
+    if folder.name == DEFAULT_FOLDER or committed(folder):
+        return folder
+    return folder / DEFAULT_FOLDER
+
+
+def _copy(source: Path, root: Path) -> None:
+    """Copy a checkpoint into a folder of them, unless it is there."""
+    from titanlite.checkpoint.commit import point_latest, staging_folder
+
+    manifest = whole_manifest(source)
+    target = step_folder(root, manifest.step)
+    if transfer.is_copy(source, target):
+        print(f"{source} is in {target} already, by its manifest and sizes")
+        return
+    if store.exists(target / MANIFEST if is_remote(root) else target):
+        raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
+    files = track_files(manifest.files.items())
+    home = source / manifest.attempt
+    if is_remote(root):
+        transfer.begin(source, target)
+        transfer.copy_files(home, target, files)
+        transfer.end(source, target)
+    else:
+        store.make_folder(root)
+        with staging_folder(target, None, "the copy") as staging:
+            transfer.copy_files(home, staging, files)
+            store.write(staging / MANIFEST, transfer.flat_manifest(source))
+            store.publish(staging, target)
+    if manifest.step == committed(root)[-1]:
+        point_latest(root, manifest.step)
+    base = f"; its base stays in {manifest.base.folder}" if manifest.base else ""
+    print(f"{source} is now in {target}: {format_bytes(manifest.size)}, verified{base}")
