@@ -69,6 +69,7 @@ def test_failed_rows_run_again_after_the_remaining_ones(tmp_path, monkeypatch, c
     says(capsys.readouterr().out, "run again: first")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("replicas", "model"), sample([(True, "llama3"), (False, "qwen3")], (False, "qwen3"))
 )

@@ -27,7 +27,7 @@ def soak(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("point", sample(FAILPOINTS, "half a file", every=2))
+@pytest.mark.parametrize("point", sample(FAILPOINTS, every=2))
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
     on_rank = int(point in ON_EVERY_RANK)
     assert soak.round(Plan("async", on_rank, point, save=1, seconds=0)) == ""
@@ -41,5 +41,6 @@ def test_a_kill_at_a_random_moment_costs_no_more_than_an_interval(soak, number):
     )
 
 
+@pytest.mark.long
 def test_after_all_kills_the_run_equals_one_that_was_never_killed(soak):
     assert soak.finish() == []

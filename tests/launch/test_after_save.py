@@ -22,7 +22,7 @@ fi"""
 
 def test_saves_meanwhile_are_skipped_but_for_the_newest_and_a_failure_ends_nothing(tmp_path):
     command = WAITS.replace("RUN", str(tmp_path))
-    done = run([*SAVES, f"--checkpoint.after_save={command}"], tmp_path, ranks=2)
+    done = run([*SAVES, f"--checkpoint.after_save={command}"], tmp_path)
     first, last = (row for row in records(tmp_path) if "after_save_exit_code" in row)
     assert (first["after_save_exit_code"], last["after_save_exit_code"]) == (0, 3)
     assert (last["step"], last["after_save_skipped"]) == (40, 0)

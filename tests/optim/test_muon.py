@@ -77,9 +77,7 @@ def count_step(argv: list[str], folder: str) -> dict[str, Any]:
     return {"sent": sent, "owned": len(owned), "elements": elements}
 
 
-@pytest.mark.parametrize(
-    ("world", "option", "copies"), sample([(4, REPLICAS, 2), (4, TP, 1)], (4, REPLICAS, 2))
-)
+@pytest.mark.parametrize(("world", "option", "copies"), sample([(4, REPLICAS, 2), (4, TP, 1)]))
 def test_each_matrix_is_gathered_once_and_orthogonalized_by_one_owner(
     pool, tmp_path, world, option, copies
 ):

@@ -25,6 +25,7 @@ def pipelined() -> Job:
     return job([*TINY, *own, "--training.local_batch_size=3"], 2)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_does_not_fit_is_said_without_changes():
     small = replace(H100, gpu=replace(H100.gpu, memory_gib=H100.reserve.gib + 1e-6))
     plan = make_plan(pipelined(), small)
@@ -32,6 +33,7 @@ def test_a_pipeline_that_does_not_fit_is_said_without_changes():
     assert "not fit" in report(plan) and "--search" not in report(plan)
 
 
+@pytest.mark.long
 def test_every_rank_of_a_pipeline_is_planned_with_what_it_sends(tmp_path):
     planned = pipelined()
     plan = make_plan(planned, H100)

@@ -87,6 +87,7 @@ def test_ranks_are_forks_of_their_launcher_and_its_checks_are_not_repeated(tmp_p
     assert below == [command] * 3, "the server and two ranks"
 
 
+@pytest.mark.long
 def test_a_launcher_with_threads_starts_interpreters_and_says_why(tmp_path):
     done = run([*TINY, "--model.package=threaded"], tmp_path, ranks=2)
     says(done.out, "2 threads")

@@ -32,11 +32,13 @@ def test_a_row_equals_one_process_in_float64(pool, name):
     assert {tensor.dtype for tensor in initial} == {torch.float64}
 
 
+@pytest.mark.long
 def test_a_fault_is_seen_in_low_precision(pool):
     with row_runner(replace(read_model([], {}), device="cpu"), pool) as run:
         assert not run(BY_NAME["tp2 bfloat16"], "norms-not-reduced").passed
 
 
+@pytest.mark.long
 def test_a_dozen_rows_run_on_two_devices_and_those_of_one_rank_on_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for devices, counts in ((1, (4, 4)), (2, (12, 14)), (8, (14, 16))):

@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.25
 
 
 class AfterSave:
-    """The command of a run; without one, without checkpoints or on another node, nothing happens."""
+    """The command of a run; without one, without checkpoints or on other nodes, nothing happens."""
 
     def __init__(self, config: JobConfig, first_node: bool) -> None:
         saving = config.checkpoint
