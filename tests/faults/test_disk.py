@@ -7,14 +7,16 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
-from tests.jobs import trainer
+from tests.jobs import TINY, trainer
 from tests.lanes import sample
 from tests.messages import says
+from tests.runs import run
 from titanlite.checkpoint.manifest import is_complete, step_folder
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
@@ -106,6 +108,16 @@ def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, s
     for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
         assert (part["begun"], part["step"]) == (2, 8)
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]
+
+
+def test_a_run_whose_disk_is_full_is_refused_before_it_starts(tmp_path, small_disk):
+    if not small_disk:
+        pytest.skip(NO_MOUNT)
+    disk = tmp_path / "checkpoint"
+    with suppress(OSError), (disk / "all of it").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    says(run(TINY, disk / "run", code=2).out, "job.dump_folder", ERRORS["full"])
 
 
 @pytest.mark.long

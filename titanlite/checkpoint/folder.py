@@ -53,8 +53,7 @@ class CheckpointFolder:
                 )
             else:
                 self._has_locks = require_shared(self.root, rank_info, self.group)
-            self._clear_leftovers()
-            self._finish_rewind()
+            commit.run_on_all_ranks(self.group, "checkpoint.folder", self._tidy, UserError)
 
     def _use_bucket(self) -> None:
         """Make sure that this node reaches it."""
@@ -89,18 +88,13 @@ class CheckpointFolder:
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
 
-    def _clear_leftovers(self) -> None:
-        """On rank 0, delete what a killed run left."""
+    def _tidy(self) -> None:
+        """On rank 0, delete what a killed run left, and finish its rewind."""
         # Without locks they may be of a run in progress.
         if self._has_locks and (cleared := cleanup.clear_leftovers(self.root)):
             self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
-        dist.barrier(self.group)
-
-    def _finish_rewind(self) -> None:
-        """On rank 0, put aside what a run that was killed in a rewind left of the later steps."""
         if self.rank_info.rank == 0 and store.exists(self.root / REWIND):
             self.archive_steps_after(int(store.read(self.root / REWIND)))
-        dist.barrier(self.group)
 
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, let `latest` name this step, and move later checkpoints, damaged or from

@@ -24,10 +24,15 @@ def require_shared(root: Path, rank_info: RankInfo, group: dist.ProcessGroup | N
     on_rank_0 = rank_info.rank == 0
     name = f"{SEEN_BY_ALL}{uuid.uuid4().hex}"
     probe = root / gather_objects(name, group)[0]
+    failure = ""
     if on_rank_0:
-        store.make_folder(root)
-        store.write(probe, b"")
-    dist.barrier(group)
+        try:
+            store.make_folder(root)
+            store.write(probe, b"")
+        except OSError as error:
+            failure = f"checkpoint.folder {root}: nothing can be written there ({error.strerror})"
+    if failure := gather_objects(failure, group)[0]:
+        raise UserError(failure)
     usable = _appears(probe) and store.is_writable(root)
     ranks = gather_objects((rank_info.host, usable), group)
     has_locks = on_rank_0 and lock.works_on(probe)

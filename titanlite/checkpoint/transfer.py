@@ -181,7 +181,10 @@ def remove_leftovers(root: Path) -> list[str]:
         folder = step_folder(root, step)
         dead = {folder.name: folder}
         if step in whole:
-            kept = read_manifest(folder, outline=True).attempt
+            try:
+                kept = read_manifest(folder, outline=True).attempt
+            except CorruptCheckpoint:
+                continue
             dead = {
                 f"{folder.name}/{name}": path
                 for name, path in store.list_folder(folder).items()

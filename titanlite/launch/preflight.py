@@ -222,13 +222,13 @@ def _check_dump_folder(folder: Path) -> None:
         path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path)
     )
     try:  # os.access is wrong about /proc and about refusals of a file server
-        tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-").cleanup()
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-") as probe:
+            Path(probe, "byte").write_bytes(b"0")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the next write reports it
-            # Of /proc the reason would be "No such file or directory".
-            reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
-            why = f"nothing can be written in {existing}{reason}"
-            raise UserError(f'job.dump_folder = "{folder}": {why}') from None
+        # Of /proc the reason would be "No such file or directory".
+        reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
+        why = f"nothing can be written in {existing}{reason}"
+        raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
 def _check_start(job: Job) -> None:
