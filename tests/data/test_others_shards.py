@@ -55,6 +55,15 @@ def test_other_ends_of_documents_are_other_data_with_a_plan_of_their_own(tmp_pat
     assert len(eights) > len(thirty_twos)
 
 
+def test_other_text_anywhere_in_a_long_shard_is_other_data(tmp_path):
+    ids = np.arange(8192, dtype=np.uint16) % 900 + 1
+    ids.tofile(tmp_path / "a.npy")
+    before = source(tmp_path).fingerprint
+    ids[2100:4100] += 5
+    ids.tofile(tmp_path / "a.npy")
+    assert source(tmp_path).fingerprint != before
+
+
 def test_another_length_of_windows_has_another_plan(tmp_path):
     IDS.tofile(tmp_path / "a.npy")
     write_table(tmp_path / "a.csv.gz", 8)

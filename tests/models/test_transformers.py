@@ -306,5 +306,11 @@ def test_a_small_instance_has_as_many_kinds_of_layers_as_layers():
         assert shrunk(given) == {"num_hidden_layers": len(expected), "layer_types": expected}
 
 
-def test_documents_are_kept_apart_as_if_each_were_alone():
-    require_apart(random(SPEC, SPEC.configure("gemma2", {})))
+LEARNED = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+LEARNED |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+@pytest.mark.parametrize("positions", ["relative", "learned"])
+def test_documents_are_kept_apart_as_if_each_were_alone(positions):
+    learned = flavor_of({**LEARNED, "vocab_size": 256})
+    require_apart(random(SPEC, learned if positions == "learned" else SPEC.configure("gemma2", {})))

@@ -16,6 +16,7 @@ from tests.jobs import FLOAT64, trainer, weights
 from tests.messages import says
 from tests.parallel.rows import EVEN, LORA, TP
 from titanlite import cli
+from titanlite.parallel.lora import merge
 from titanlite.registry.lora import is_adapter
 from titanlite.verify import command
 from titanlite.verify.measurements import GRADIENT
@@ -43,6 +44,13 @@ def test_only_adapters_are_trained(pool, tmp_path):
     first = [name for name in changed if name.endswith("attention.wq.lora_A")]
     a = torch.cat([before[name].flatten() for name in first])
     assert 0.5 < a.std() * (3 * 16) ** 0.5 < 1.5, "the variance of kaiming_uniform"
+
+
+def test_a_merge_is_rounded_once():
+    torch.manual_seed(0)
+    weight, a, b = (torch.randn(64, 64).bfloat16() for _ in range(3))
+    exact = weight.double() + 0.5 * (b.double() @ a.double())
+    assert torch.equal(merge(weight, a, b, 0.5), exact.bfloat16())
 
 
 def logits(folder: Path, tokens: torch.Tensor, adapters: Path | None = None) -> Any:
