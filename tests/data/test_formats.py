@@ -16,7 +16,10 @@ import pytest
 
 from tests.messages import refused, says
 from titanlite.config.schema import Dataloader
+from titanlite.data.megatron import read_index
+from titanlite.data.olmo import read_table
 from titanlite.data.packing import LABELS, Concatenated, Packed
+from titanlite.data.packing_plan import open_plan
 from titanlite.data.sources import open_source
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
@@ -37,9 +40,9 @@ def write(folder: Path, documents: list[list[list[int]]], dtype: str = "uint16")
     return folder / "text.bin"
 
 
-def opened(path: Path, **settings: Any):
+def opened(path: Path, vocabulary: int = 300, **settings: Any):
     given = Dataloader(**settings)
-    return open_source("training", "tokens", str(path), None, 300, "text", given)
+    return open_source("training", "tokens", str(path), None, vocabulary, "text", given)
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -66,6 +69,9 @@ def test_documents_end_where_the_index_says(tmp_path, dtype):
         (17, b"\6", "type 6"),
         (17, b"\4", "order of"),
         (-8, b"\7", "damaged"),
+        (-24, b"\1", "damaged"),  # the first document does not begin the file
+        (-16, b"\7", "damaged"),
+        (-9, b"\xff", "damaged"),
     ],
 )
 def test_another_index_is_named(tmp_path, at, byte, named):
@@ -176,8 +182,45 @@ def test_ids_that_would_be_read_in_another_type_are_named(tmp_path, dtype):
     with refused("part-0.npy", "4 bytes"):
         opened(tmp_path)
     assert opened(tmp_path, token_dtype=dtype).tokens == 98
+    if dtype == "int64":  # read as uint32, every second id would be 0
+        with refused("part-0.npy", "8 bytes", "token_dtype"):
+            opened(tmp_path, vocabulary=100_000)
     np.zeros(99, np.uint16).tofile(path)
     assert opened(tmp_path).tokens == 99, "all zero is no sign of that"
+
+
+@pytest.mark.parametrize("kind", [write, write_table])
+def test_other_ends_of_documents_are_other_data_with_a_plan_of_their_own(tmp_path, kind):
+    """And so is another length of windows."""
+    found = []
+    for every, seq_len in ((8, 32), (32, 32), (32, 16)):
+        documents: Any = [[*range(at, at + every)] for at in range(1, 65, every)]
+        kind(tmp_path, [[each] for each in documents] if kind is write else documents)
+        read_index.cache_clear()  # as a new process begins
+        read_table.cache_clear()
+        source = opened(tmp_path)
+        found.append((source.fingerprint, [*open_plan(source, seq_len).pieces(0)]))
+    (eights, many), (others, few), (same, short) = found
+    assert eights != others == same
+    assert len(many) > len(few) and few != short
+
+
+def test_other_ids_anywhere_in_a_long_shard_are_other_data(tmp_path):
+    ids = np.arange(8192, dtype=np.uint16) % 200 + 1
+    ids.tofile(tmp_path / "a.npy")
+    before = opened(tmp_path).fingerprint
+    ids[2100:4100] += 5
+    ids.tofile(tmp_path / "a.npy")
+    assert opened(tmp_path).fingerprint != before
+
+
+def test_shards_of_subfolders_are_read_and_hidden_files_are_not(tmp_path):
+    (tmp_path / "part2" / ".cache").mkdir(parents=True)
+    for name, first in (("a.npy", 1), ("part2/b.npy", 101)):
+        np.arange(first, first + 64, dtype=np.uint16).tofile(tmp_path / name)
+    for hidden in ("._a.npy", "part2/._b.npy", "part2/.cache/c.npy"):
+        (tmp_path / hidden).write_bytes(b"\0\5\26\7" * 32)
+    assert opened(tmp_path).read(0, 128).tolist() == [*range(1, 65), *range(101, 165)]
 
 
 @pytest.mark.parametrize(
