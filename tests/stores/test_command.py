@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.messages import refused, says
-from tests.runs import Run, descendants, finish, losses, run, start
+from tests.runs import Run, command, descendants, finish, left_over, losses, run, start
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 
@@ -25,7 +25,7 @@ ARGV += ["--metrics.log_freq=1", f"--training.steps={STEPS}"]
 def until_saved(process, folder: Path) -> None:
     """Wait until a run has noted that the bucket has step 30."""
     file, deadline = folder / ".saved", time.monotonic() + 300
-    while not file.exists() or int(file.read_text()) < 30:
+    while not file.exists() or int(file.read_text().split()[0]) < 30:
         assert time.monotonic() < deadline and process.poll() is None, finish(process)
         time.sleep(0.02)
 
@@ -57,6 +57,29 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     code, out = finish(start(argv, folder, **here))
     says(out, f"step {STEPS} of {STEPS}", "--checkpoint.folder")
     assert code == 0 and out.count("\n") == 1
+
+
+@pytest.mark.long
+def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the_same_bits(
+    url, here, undisturbed, tmp_path
+):
+    folder, killed = tmp_path / "run", tmp_path / "killed"
+    copy = f"titanlite checkpoint cp {{checkpoint}} {url}"
+    copy += f" && mkdir {killed} && kill -9 $PPID"  # once: the launcher
+    argv = [*ARGV, f"--checkpoint.after_save={copy}"]
+    process, family = start(argv, folder, **here), set[int]()
+    while process.poll() is None:
+        family |= {*descendants(process.pid)}
+        time.sleep(0.1)
+    assert killed.exists() and not left_over(family), finish(process)
+    shutil.rmtree(folder)
+    code, out = command("checkpoint", "cp", url, folder, "--all", **here)
+    assert code == 0, out
+    code, out = finish(start(argv, folder, **here))
+    assert code == 0, out
+    after = losses(folder)
+    assert 10 < min(after) <= max(after) == STEPS
+    assert after == {step: undisturbed.losses[step] for step in after}
 
 
 @pytest.mark.long
