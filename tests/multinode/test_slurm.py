@@ -101,7 +101,7 @@ def test_a_run_that_slurm_stops_and_starts_again_has_the_losses_of_an_undisturbe
     argv = [*ARGV, "--checkpoint.enable", "--checkpoint.interval=10", "--training.steps=150"]
     words = [*SMALL, "--export=ALL,NGPU=1", f"--output={tmp_path}/job.out", SCRIPT, *argv]
     job = slurm.submit(*words, f"--job.dump_folder={tmp_path}/two", folder=ROOT)
-    wait_until((tmp_path / "two" / "checkpoint" / "step-10").exists, "the first checkpoint", 200)
+    wait_until((tmp_path / "two" / "checkpoint" / "step-10").exists, "the first checkpoint", 500)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for(job, "PENDING 1")
     slurm.wait_for_nodes()

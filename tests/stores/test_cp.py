@@ -127,4 +127,4 @@ def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, p
     assert left and MANIFEST not in left
     proxy.heal()
     assert tool("checkpoint rm", f"{url}/step-2", "--force") == f"removed {url}/step-2\n"
-    assert list_folder(place(url)).keys() == {"step-1"}
+    assert list_folder(place(url)).keys() == {"step-1", "latest"}
