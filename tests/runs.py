@@ -79,6 +79,7 @@ def server() -> Server:
     """Return the process that runs are forked from."""
     if not hasattr(Forked, "server"):
         Forked.server = start_server(environment(), ROOT)
+        HELPERS.add(Forked.server.pid)
     return Forked.server
 
 
@@ -98,7 +99,7 @@ def kill_started(since: int) -> None:
 
 def _is_of_a_run(pid: int) -> bool:
     """Return whether a child of this process was adopted: started by a run, by its command."""
-    if pid in HELPERS or (hasattr(Forked, "server") and pid == Forked.server.pid):
+    if pid in HELPERS:
         return False
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

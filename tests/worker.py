@@ -58,12 +58,8 @@ def _fork_pool_server() -> None:
             try:
                 _let_go()
                 Forked.server.requests.detach()
-                for number in {int(name) for name in os.listdir("/proc/self/fd")} - {
-                    0,
-                    1,
-                    2,
-                    *files,
-                }:
+                kept = {0, 1, 2, *files}
+                for number in {*map(int, os.listdir("/proc/self/fd"))} - kept:
                     with suppress(OSError):  # the listing has had one of its own
                         os.close(number)  # or the server would never see its owner's end
                 exec(argv[-1], {})

@@ -1,6 +1,5 @@
 """Where a run saves its checkpoints, and where a place that a user names has some. No torch."""
 
-import math
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import CONFIG, MANIFEST, committed, step_folder, step_of
@@ -11,17 +10,14 @@ from titanlite.runtime.bucket import Uploads, place
 
 
 def checkpoint_root(config: JobConfig) -> Path:
-    folder = config.checkpoint.folder
-    return store_of(config, folder) if "://" in folder else Path(config.job.dump_folder, folder)
-
-
-def store_of(config: JobConfig, url: str) -> Path:
-    """Return a place to save into, with the config's bounds of an upload."""
-    given, limit = config.checkpoint, math.inf
-    if url == given.folder:  # before the other ranks give up: the error names the object
-        limit = 0.9 * config.comm.checkpoint_timeout_seconds
+    """Return where a run saves; in a bucket, with the config's bounds of an upload."""
+    given = config.checkpoint
+    if "://" not in given.folder:
+        return Path(config.job.dump_folder, given.folder)
+    # Before the other ranks give up: the error names the object.
+    limit = 0.9 * config.comm.checkpoint_timeout_seconds
     bounds = given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds
-    return place(url, uploads=Uploads(*bounds, limit))
+    return place(given.folder, uploads=Uploads(*bounds, limit))
 
 
 def saved_root(dump_folder: Path) -> str:

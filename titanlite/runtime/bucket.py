@@ -345,9 +345,3 @@ def main(function: Callable[[str], object], url: str) -> int:
         print_notice(str(error))
         return error.code
     return OK
-
-
-if __name__ == "__main__":
-    from titanlite.runtime import bucket  # whose errors hub.py raises: this module has another name
-
-    sys.exit(bucket.main(bucket.check, sys.argv[1]))
