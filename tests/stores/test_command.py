@@ -66,7 +66,7 @@ def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the
     folder, killed = tmp_path / "run", tmp_path / "killed"
     copy = f"titanlite checkpoint cp {{checkpoint}} {url}"
     copy += f" && mkdir {killed} && kill -9 $PPID"  # once: the launcher
-    argv = [*ARGV, f"--checkpoint.after_save={copy}"]
+    argv = [*ARGV, f"--checkpoint.after_save={copy}", "--checkpoint.keep_latest_k=0"]
     process, family = start(argv, folder, **here), set[int]()
     while process.poll() is None:
         family |= {*descendants(process.pid)}
