@@ -136,7 +136,7 @@ def _check_and_run(argv: list[str]) -> int:
         run_lock
     ):  # other nodes would wait in vain, and learn it later
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
-    not_for_workers = prepare_imports(processes, os.environ)
+    only_imports = prepare_imports(processes, os.environ)
     prepared = check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
     if message := status.finished_message(job.config):
         say(f"titanlite: {message}")
@@ -148,9 +148,7 @@ def _check_and_run(argv: list[str]) -> int:
         return OK
     from titanlite.launch.workers import fork_server
 
-    forks = fork_server(prepared)
-    for name in not_for_workers:
-        del os.environ[name]
+    forks = fork_server(only_imports, prepared=prepared)
     try:
         stopping = Stopping(job.config)
         with planned_in_background(job, nodes, device, processes) as notices:

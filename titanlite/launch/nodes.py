@@ -221,7 +221,7 @@ def threads_each(processes: int) -> str:
 
 def prepare_imports(processes: int, environ: MutableMapping[str, str]) -> set[str]:
     """Set what workers read when they import torch, for a process that they are forked from; return
-    the variables that they should not have.
+    the variables that are for these imports only.
     """
     set_defaults(environ)
     environ.setdefault(THREADS, threads_each(processes))

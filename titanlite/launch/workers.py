@@ -141,19 +141,25 @@ class Workers:
             return None
 
 
-def fork_server(prepared: Prepared) -> ForkServer | None:
+def fork_server(
+    only_imports: set[str], task: Any = None, prepared: Prepared | None = None
+) -> ForkServer | None:
     """Return what forks workers from this process, as it is before it has threads; None where a
-    fork is not safe.
+    fork is not safe. Unset the variables that were for the imports only; the other arguments are
+    those of train.__main__.main.
     """
     from titanlite.train import worker  # noqa: F401  (which each fork has then)
     from titanlite.train.__main__ import main as work
 
     try:
-        return ForkServer(partial(work, prepared=prepared))
+        return ForkServer(partial(work, task, prepared))
     except CannotFork as error:
         if sys.platform == "linux":
             say(NO_FORKS.format(error))
         return None
+    finally:
+        for name in only_imports:
+            del os.environ[name]
 
 
 def _raise_on_signals() -> None:

@@ -25,7 +25,7 @@ from titanlite.config.schema import with_values
 from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
-from titanlite.launch.nodes import worker_environment
+from titanlite.launch.nodes import prepare_imports, worker_environment
 from titanlite.observe.console import rank_log
 from titanlite.runtime.cluster import RankInfo, cores
 from titanlite.runtime.page import OWN_PAGE
@@ -67,12 +67,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     job, nodes, device, processes = launcher.find_job(
         load(parse_command_line(overrides, environ)), environ
     )
+    only_imports = prepare_imports(processes, os.environ)
     from titanlite.fault.status import Ended
     from titanlite.launch.attempts import Attempt, Attempts, leaving
     from titanlite.launch.failure import first_failure
     from titanlite.launch.node import Node
-    from titanlite.launch.workers import Signaled, Workers
+    from titanlite.launch.workers import Signaled, Workers, fork_server
 
+    forks = fork_server(only_imports, examine)
     environ = {
         DEVICE: device,
         ATTEMPT: "1",
@@ -85,7 +87,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
         def work(attempt: Attempt, watch: Callable[[], None]) -> Ended:
             part = to_toml(job.given), attempt.ranks, attempt.world, node.address
-            workers = Workers(overrides, *part, folder, folder, environ, __name__)
+            workers = Workers(overrides, *part, folder, folder, environ, __name__, forks)
             exits, reason = workers.run(watch)
             failure = first_failure(exits, folder, folder, socket.gethostname())
             if 0 in attempt.ranks:
