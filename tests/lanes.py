@@ -9,21 +9,28 @@ import pytest
 
 
 def sample(
-    values: Iterable[Any], *kept: Any, long: Iterable[Any] | None = None, every: int = 1
+    values: Iterable[Any],
+    *kept: Any,
+    long: Iterable[Any] | None = None,
+    every: int = 1,
+    nightly: Iterable[Any] = (),
 ) -> list[Any]:
-    """Return the values of pytest.mark.parametrize: the kept ones in the default lane; of the
-    others those in `long`, or each `every`th one, marked long. The rest are not tested.
+    """Return the values of pytest.mark.parametrize: the kept ones in the default lane; those in
+    `nightly` marked nightly; of the others those in `long`, or each `every`th one, marked long.
+    The rest are not tested.
     """
     values = [*values]
-    others = [value for value in values if value not in kept]
+    others = [value for value in values if value not in (*kept, *nightly)]
     in_long = others[::every] if long is None else [*long]
-    return [
-        value if value in kept else _long(value)
-        for value in values
-        if value in kept or value in in_long
-    ]
+    marks = {"nightly": [*nightly], "long": in_long}
+    found = []
+    for value in values:
+        names = [name for name, marked in marks.items() if value in marked]
+        if names or value in kept:
+            found.append(_marked(value, *names))
+    return found
 
 
-def _long(value: Any) -> Any:
+def _marked(value: Any, *names: str) -> Any:
     values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.long)
+    return pytest.param(*values, marks=[getattr(pytest.mark, name) for name in names])

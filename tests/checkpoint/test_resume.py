@@ -273,8 +273,7 @@ def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
 TP2 = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "options"), [(2, []), (4, TP2)])
+@pytest.mark.parametrize(("world", "options"), sample([(2, []), (4, TP2)], nightly=[(4, TP2)]))
 def test_a_stream_continues_where_each_reader_was(train, tmp_path, world, options):
     pytest.importorskip("datasets", reason="streaming needs the extra hf")
     texts = tmp_path / "texts"

@@ -66,7 +66,7 @@ def train_row(train_on_gpus, tmp_path_factory) -> Any:
     return train
 
 
-SAMPLED = ["FSDP", "FSDP x expert parallel", "Interleaved1F1B", "documents"]
+SAMPLED = ["FSDP x expert parallel", "Interleaved1F1B", "documents"]
 NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in ROWS if row not in SAMPLED]
 
 

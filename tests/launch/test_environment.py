@@ -71,7 +71,7 @@ def refusal(checkout: Path, **environ: str) -> str:
     return error
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_of_two_starts_one_makes_the_environment_and_the_next_finds_it(checkout):
     both = start(checkout), start(checkout)
     outputs = [process.communicate(timeout=300) for process in both]

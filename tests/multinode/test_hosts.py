@@ -15,6 +15,7 @@ LIMIT = 300
 """Seconds: eight ranks that start together on two cores load torch for long."""
 
 
+@pytest.mark.nightly
 def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
     hosts: Hosts, tmp_path
 ):

@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import FLOAT64, TINY, job, require_close, trainer, weights
+from tests.lanes import sample
 from tests.messages import refused, says
 from tests.optim.test_bf16_state import optimizer_state
 from titanlite.cli import main
@@ -80,8 +81,7 @@ def test_verify_takes_no_other_key_of_an_optimizer(package):
         read_model([*SIGNS, "--optimizer.name=Sings"], {})
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("is_local", sample([False, True], nightly=[True]))
 def test_verify_proves_it_and_names_what_is_not_that_of_one_process(
     tmp_path, package, capsys, is_local
 ):

@@ -157,7 +157,9 @@ def of(ranks: list[dict[str, Any]], *keys: str) -> list[list[Any]]:
     return [[rank[key] for key in keys] for rank in ranks]
 
 
-@pytest.mark.parametrize(("world", "more"), sample([(2, ""), (4, DP2_TP2)], (2, "")))
+@pytest.mark.parametrize(
+    ("world", "more"), sample([(2, ""), (4, DP2_TP2)], (2, ""), nightly=[(4, DP2_TP2)])
+)
 def test_a_run_that_skips_steps_equals_one_that_never_made_their_updates(
     pool, tmp_path, world, more
 ):

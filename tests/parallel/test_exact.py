@@ -21,9 +21,10 @@ from titanlite.registry import normal
 
 ROWS = dict(sorted((IN_DEFAULT | IN_LONG).items(), key=lambda row: row[1].ranks))
 """Those on as many ranks share their process groups."""
+NIGHTLY = ["kept whole, recomputed, compiled", "ep compiled", "ep, by operation"]
 
 
-@pytest.mark.parametrize("name", sample(ROWS, *IN_DEFAULT))
+@pytest.mark.parametrize("name", sample(ROWS, *IN_DEFAULT, nightly=NIGHTLY))
 def test_a_step_has_the_numbers_of_one_process(pool, alone, tmp_path, name):
     """In float64: loss, norms, gradients and weights, and initial weights bit for bit. The first
     ranks have no label. Stages do what their schedule declares.

@@ -41,10 +41,13 @@ def test_bfloat16_gradients_are_close_to_float64(pool, tmp_path, master, world, 
 
 
 TIED = "--model.overrides.tied"
+COMPILES = f"{COMPILED} {RECOMPUTED}full"
 
 
 @pytest.mark.parametrize(
-    "more", sample(["", f"{COMPILED} {RECOMPUTED}full", TIED], TIED), ids=["", "compiled", "tied"]
+    "more",
+    sample(["", COMPILES, TIED], TIED, nightly=[COMPILES]),
+    ids=["", "compiled", "tied"],
 )
 def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
     """bfloat16 activations, float32 masters and gradients: the same bits as with everything

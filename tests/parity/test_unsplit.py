@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import sample
 from tests.messages import says
 from titanlite.cli import main
 from titanlite.verify.model_under_test import read_model
@@ -66,15 +67,14 @@ def test_a_parameter_without_a_module_of_its_own_is_not_split(tmp_path, monkeypa
     assert main(argv) == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "whole", "layouts"),
-    [
-        ("unsplit", ["layers.*.feed_forward.*", "*norm*"], ["tp2"]),
-        ("unsplit_moe", ALL, ["dp2", "pp2"]),
-        ("unsplit_moe", ["tok*", "output*", "*attention*"], ["cp2", "ep2"]),
-    ],
-)
+UNSPLIT = [
+    ("unsplit", ["layers.*.feed_forward.*", "*norm*"], ["tp2"]),
+    ("unsplit_moe", ALL, ["dp2", "pp2"]),
+    ("unsplit_moe", ["tok*", "output*", "*attention*"], ["cp2", "ep2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "whole", "layouts"), sample(UNSPLIT, nightly=UNSPLIT[1:2]))
 def test_rows_that_nothing_splits_have_the_gradients_of_one_process(pool, name, whole, layouts):
     model = read_model(argv_of(name, whole), {})
     with row_runner(model, pool) as run:

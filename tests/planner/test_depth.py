@@ -23,7 +23,10 @@ def of_depth(layers: int, flags: str) -> Job:
 PREFETCHES = "--parallelism.fsdp_forward_prefetch=0 --parallelism.fsdp_backward_prefetch=2"
 
 
-@pytest.mark.parametrize(("flags", "layers"), sample([(PREFETCHES, 9), (EVERY_SECOND, 15)]))
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    sample([(PREFETCHES, 9), (EVERY_SECOND, 15)], nightly=[(EVERY_SECOND, 15)]),
+)
 def test_no_deep_model_is_rehearsed_whose_prefetches_and_periods_are_known(
     flags, layers, monkeypatch
 ):

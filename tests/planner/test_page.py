@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_said_with_what_would(plan, tmp_path):
     assert tables_of(page)["changes"] == [[change.option, peak // 2, *times]]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_page_of_a_deep_model_on_many_gpus_with_accumulation_stays_small(tmp_path):
     made = planned(4096, "--model.overrides.n_layers=126", "--training.global_batch_size=16384")
     assert made.job.batch.accumulation == 4

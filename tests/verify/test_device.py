@@ -20,7 +20,7 @@ EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 BY_NAME = {f"{row.layout} {row.precision}": row for row in OF_DEVICE if row.mesh.world <= 4}
 
 
-@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", long=["ep2 bfloat16"]))
+@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", long=[], nightly=["ep2 bfloat16"]))
 def test_a_row_equals_one_process_in_float64(pool, name):
     row = BY_NAME[name]
     argv = EXPERTS if row.mesh.ep > 1 else []
