@@ -191,6 +191,7 @@ def make(dev: bool) -> None:
         "pip",
         "install",
         "--disable-pip-version-check",
+        "--no-compile",  # most of it is never imported
     ]
     if (
         not installed("pip")
