@@ -62,7 +62,9 @@ OF_EXPERTS = {  # in qwen3 with experts
 
 
 SAMPLED = "same-shards", "norms-not-reduced"
+ALL = MISMATCHES | OF_EXPERTS
 IN_LONG = ["prefetch-reversed", "accumulation-forgotten", "dispatch-shifted", *[*FAULTS][::5]]
+NIGHTLY = [name for name in ALL if name not in (*SAMPLED, *IN_LONG)]
 LLAMA = read_model([], {})
 QWEN = read_model(["--model.name=qwen3", "--model.flavor=debugmodel_moe"], {})
 
@@ -74,15 +76,15 @@ def runners(pool):
 
 
 def test_every_fault_has_its_message():
-    assert MISMATCHES.keys() | OF_EXPERTS.keys() == FAULTS.keys() and len(FAULTS) >= 10
+    assert ALL.keys() == FAULTS.keys() and len(FAULTS) >= 10
 
 
-@pytest.mark.parametrize("name", sample(MISMATCHES | OF_EXPERTS, *SAMPLED, long=IN_LONG))
+@pytest.mark.parametrize("name", sample(ALL, *SAMPLED, long=IN_LONG, nightly=NIGHTLY))
 def test_a_fault_is_detected_and_named(runners, name):
     of_experts = name in OF_EXPERTS
     row = next(iter(fault_rows(QWEN if of_experts else LLAMA, name)))
     result = runners["qwen" if of_experts else "llama"](row, name)
-    assert not result.passed and (MISMATCHES | OF_EXPERTS)[name] in result.what, result
+    assert not result.passed and ALL[name] in result.what, result
 
 
 @pytest.mark.long

@@ -28,7 +28,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.manifest import MANIFEST, Base, File, Manifest, faults, step_folder
+from titanlite.checkpoint.manifest import (
+    MANIFEST,
+    Base,
+    File,
+    Manifest,
+    faults,
+    point_latest,
+    step_folder,
+)
 from titanlite.checkpoint.places import (
     TYPES,
     Layout,
@@ -275,11 +283,6 @@ def _write_tensors(
     expected = sum(tensors[name].bytes_of(sizes_of(region)) for name, region in regions.items())
     file = File(*store.write_and_sum(path, blocks(), expected))
     return file, file.size - len(begin)
-
-
-def point_latest(root: Path, step: int) -> None:
-    """Write a step's name into `latest`."""
-    store.replace(root / "latest", f"step-{step}\n".encode())
 
 
 def to_json(value: Any) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.checkpoint import cleanup, commit, status, transfer
-from titanlite.checkpoint.manifest import Base, committed, step_folder
+from titanlite.checkpoint.manifest import Base, committed, point_latest, step_folder
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.shared import require_shared
 from titanlite.checkpoint.state import TrainingState
@@ -100,7 +100,7 @@ class CheckpointFolder:
         """On rank 0, let `latest` name this step, and move later checkpoints, damaged or from
         before a rewind, out of the folder.
         """
-        commit.point_latest(self.root, step)  # a killed run may have left it behind
+        point_latest(self.root, step)  # a killed run may have left it behind
         if self.writer:
             later_steps = sorted(later for later in self.writer.known if later > step)
         else:

@@ -20,6 +20,7 @@ from titanlite.checkpoint.places import ListedTensor, Tensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
+LATEST = "latest"
 MANIFEST, STATE, CONFIG, ENVIRONMENT = (
     "manifest.json",
     "state.json",
@@ -125,6 +126,21 @@ def step_of(name: str) -> int | None:
     """Return the step in a folder's name; None for any name that titanlite does not write."""
     match = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)
     return int(match[1]) if match else None
+
+
+def point_latest(root: Path, step: int | None) -> None:
+    """Write a step's name into the file `latest`; without a step, remove it."""
+    if step is None:
+        store.delete(root / LATEST)
+    else:
+        store.replace(root / LATEST, f"step-{step}\n".encode())
+
+
+def named_latest(root: Path) -> int | None:
+    """Return the step that `latest` names; None without such a file."""
+    if not store.exists(root / LATEST):
+        return None
+    return step_of(store.read(root / LATEST).decode().strip())
 
 
 def committed(root: Path) -> list[int]:

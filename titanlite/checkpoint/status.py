@@ -16,8 +16,8 @@ from titanlite.checkpoint.manifest import (
     export_folder,
     is_complete,
     latest_complete,
+    named_latest,
     step_folder,
-    step_of,
 )
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.schema import JobConfig
@@ -90,9 +90,7 @@ def last_named(config: JobConfig) -> int | None:
     """Return the step that was saved last, without a look at its files."""
     if in_bucket(config):
         return max(times(config), default=None)
-    with suppress(FileNotFoundError):
-        return step_of(store.read(checkpoint_root(config) / transfer.LATEST).decode().strip())
-    return None
+    return named_latest(checkpoint_root(config))
 
 
 def name_of(config: JobConfig, step: int | None = None) -> str:

@@ -22,9 +22,9 @@ from titanlite.checkpoint.manifest import (
     committed,
     faults,
     is_complete,
+    named_latest,
     read_manifest,
     step_folder,
-    step_of,
 )
 from titanlite.errors import some_of
 from titanlite.observe.run_folder import METRICS
@@ -34,7 +34,6 @@ from titanlite.runtime.bucket import BucketError, is_remote
 ASIDE = f"{MANIFEST}.aside"
 """The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
 object brings it back."""
-LATEST = "latest"
 _IN_USE = ".in-use"
 
 
@@ -43,11 +42,14 @@ def steps(root: Path) -> list[int]:
     where that step is there.
     """
     found = committed(root)
-    if is_remote(root) and store.exists(root / LATEST):
-        newest = store.read(root / LATEST).decode().strip()
-        if step_of(newest) not in found and store.exists(root / newest / MANIFEST):
+    newest = named_latest(root) if is_remote(root) else None
+    if newest is not None and newest not in found:
+        folder = step_folder(root, newest)
+        if store.exists(folder / MANIFEST):
             listed = f"step-{found[-1]}" if found else "nothing"
-            raise BucketError(f"{root} lists {listed} as the newest, but has {newest}; start again")
+            raise BucketError(
+                f"{root} lists {listed} as the newest, but has {folder.name}; start again"
+            )
     return found
 
 

@@ -1,7 +1,7 @@
 """The device of a rank, the process group of a job, and the timeouts of collectives."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -130,14 +130,10 @@ def collective_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds + WATCH_SECONDS)
 
 
-def set_collective_timeout(
-    seconds: float, excluded: Sequence[dist.ProcessGroup | None] = ()
-) -> None:
-    """Change the timeout of every process group but some, also of those that FSDP2 creates
-    itself.
-    """
+def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = None) -> None:
+    """Change the timeout of every process group but one, also of those that FSDP2 creates."""
     for group in torch_private.process_groups():
-        if group not in excluded:
+        if group is not excluded:
             group.set_timeout(collective_timeout(seconds))
 
 

@@ -24,6 +24,7 @@ from titanlite.checkpoint.manifest import (
     faults,
     is_complete,
     latest_complete,
+    point_latest,
     read_document,
     read_manifest,
     read_state,
@@ -205,7 +206,6 @@ def _difference(
 
 def _rm(arguments: Namespace) -> int:
     from titanlite.checkpoint.cleanup import delete
-    from titanlite.checkpoint.commit import point_latest
 
     # A link is removed, not its target.
     folders = [
@@ -236,10 +236,7 @@ def _rm(arguments: Namespace) -> int:
             continue
         hold_run(folder)
         delete(folder)
-        if (newest := latest_complete(folder.parent)) is not None:
-            point_latest(folder.parent, newest)
-        else:
-            store.delete(folder.with_name("latest"))
+        point_latest(folder.parent, latest_complete(folder.parent))
         print(f"removed {folder}")
     return 0
 

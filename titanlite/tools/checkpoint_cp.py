@@ -5,7 +5,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from titanlite.checkpoint import transfer
-from titanlite.checkpoint.manifest import MANIFEST, committed, is_complete, step_folder
+from titanlite.checkpoint.manifest import (
+    MANIFEST,
+    committed,
+    is_complete,
+    point_latest,
+    step_folder,
+)
 from titanlite.config.checkpoint_schema import Checkpoint
 from titanlite.errors import UserError, format_bytes
 from titanlite.runtime import store
@@ -45,7 +51,7 @@ def _where_a_run_looks(folder: Path) -> Path:
 
 def _copy(source: Path, root: Path) -> None:
     """Copy a checkpoint into a folder of them, unless it is there."""
-    from titanlite.checkpoint.commit import point_latest, staging_folder
+    from titanlite.checkpoint.commit import staging_folder
 
     manifest = whole_manifest(source)
     target = step_folder(root, manifest.step)

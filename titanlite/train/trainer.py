@@ -169,7 +169,7 @@ class Trainer:
         self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         timeout = config.comm.init_timeout_seconds
-        set_collective_timeout(timeout, excluded=[self.checkpoints.group])
+        set_collective_timeout(timeout, excluded=self.checkpoints.group)
         for note in notes:
             self.log.info(note)
         blocks = job.spec.blocks
@@ -270,7 +270,7 @@ class Trainer:
         """Set the collectives' timeout for running, after the first step."""
         dist.barrier()  # all ranks must finish compiling before the shorter timeout applies
         limit = longest_limit(self.job.config)
-        set_collective_timeout(limit, excluded=[self.checkpoints.group])
+        set_collective_timeout(limit, excluded=self.checkpoints.group)
 
     def _finish_step(self) -> None:
         """Collect garbage, validate and save if due."""
