@@ -12,7 +12,7 @@ packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 if [ "$(cat "$venv/complete" 2>/dev/null)" != "$here $(cksum <pyproject.toml)" ]; then
     "$python" -m venv --clear "$venv"
     "$python" -c "$packages" >"$("$venv/bin/python" -c "$packages")/tests.pth"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check -e ".[recipes]" >&2
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -e ".[recipes]" >&2
     echo "$here $(cksum <pyproject.toml)" >"$venv/complete"
 fi
 PATH=$venv/bin:$PATH exec "$venv/bin/python" -m pytest -n 0 tests/recipes --all "$@"
