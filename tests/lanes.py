@@ -1,4 +1,6 @@
-"""The two lanes of the suite: the default one, and all, which adds what is marked `long`."""
+"""The two lanes of the suite: the default one, and all, which adds what is marked `long`; and what
+a test needs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 
 def sample(
@@ -34,3 +37,10 @@ def sample(
 def _marked(value: Any, *names: str) -> Any:
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=[getattr(pytest.mark, name) for name in names])
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Return the mark of a test, or of one of its parameters, that runs where there are GPUs."""
+    return pytest.mark.skipif(
+        torch.cuda.device_count() < count, reason=f"needs {count} GPU{'s' if count > 1 else ''}"
+    )

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import TINY, job, trainer
-from tests.lanes import sample
+from tests.lanes import needs_gpus, sample
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import process_group
 from titanlite.train.trainer import Trainer
@@ -134,7 +134,7 @@ def test_the_host_reads_once_per_layer_with_experts_where_they_exchange_tokens(
         assert counts[2] == counts[3] == copies
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
+@needs_gpus(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("technique", [*TECHNIQUES, *JUDGED])
 def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled):

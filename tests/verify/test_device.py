@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lanes import sample
+from tests.lanes import needs_gpus, sample
 from tests.messages import says
 from titanlite.cli import main
 from titanlite.verify.command import rows_of_device
@@ -20,11 +20,12 @@ EXPERTS = ["--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 BY_NAME = {f"{row.layout} {row.precision}": row for row in OF_DEVICE if row.mesh.world <= 4}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(2))])
 @pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", long=[], nightly=["ep2 bfloat16"]))
-def test_a_row_equals_one_process_in_float64(pool, name):
+def test_a_row_equals_one_process_in_float64(pool, name, device):
     row = BY_NAME[name]
     argv = EXPERTS if row.mesh.ep > 1 else []
-    with row_runner(replace(read_model(argv, {}), device="cpu"), pool) as run:
+    with row_runner(replace(read_model(argv, {}), device=device), pool) as run:
         result = run(row)
         assert result.passed, f"{row}: {result.what} {result.error:.1e}"
         ((file, _),) = run._references.values()
