@@ -210,6 +210,7 @@ def test_what_a_search_writes_is_a_config_to_lay_over_and_the_best_can_be_measur
     assert main(["config", *given, "--config", "debug.toml", best]) == 0
 
 
+@pytest.mark.long
 def test_the_command_plans_a_job_as_tables_and_as_json(capsys):
     argv = ["plan", *TINY, "--world", "2", "--gpu", "h100-80g"]
     assert main(argv) == 0

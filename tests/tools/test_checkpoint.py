@@ -16,6 +16,7 @@ from tests.tools.conftest import MESH
 from titanlite.checkpoint.manifest import read_manifest
 
 
+@pytest.mark.long
 def test_ls_shows_steps_meshes_and_damage(run, tool):
     os.truncate(run / "checkpoint/step-2/rank-1.safetensors", 5)
     flip(run / "checkpoint/step-1/rank-0.safetensors", 5000)

@@ -24,6 +24,7 @@ from titanlite.train.generate import _sample
 ASKED = ("--prompt", "def ", "--tokens", "12")
 
 
+@pytest.mark.long
 def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, tool):
     words = ("generate --config", saved / "config.toml", *ASKED, "--temperature=0")
     out = tool(*words)
