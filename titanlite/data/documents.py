@@ -320,6 +320,6 @@ def _open_parquet(path: Path) -> Any:
             f"{path}: reading parquet needs pyarrow: {install_command('pyarrow')}"
         ) from None
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path.open("rb"))  # a name may not be UTF-8
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
         raise UserError(f"{path} is not a parquet file, or damaged: {first_line(error)}") from None
