@@ -346,6 +346,8 @@ def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(
         ("prepare nowhere --out out", "nowhere"),
         ("prepare . --out out --tokenizer no", '--tokenizer = "no": '),
         ("prepare . --out out --worker 2", "--workers?"),
+        ("prepare . ./ --out out", "SRC . and ./ both have"),
+        ("prepare . a.txt --out out", "/a.txt; drop"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, tool, monkeypatch, words, named):
