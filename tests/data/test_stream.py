@@ -18,6 +18,7 @@ from tests.messages import refused, says
 from tests.runs import run
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
+from titanlite.data import documents
 from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import IGNORED
 from titanlite.data.shuffle import RankSlice
@@ -92,6 +93,20 @@ def test_every_document_is_read_once_by_any_number_of_readers(folder, readers):
     parts = read_by(stream(folder), readers)
     assert sorted(itertools.chain(*parts)) == DOCUMENTS
     assert all(parts)
+
+
+class Short(ByteTokenizer):
+    """Takes no long text."""
+
+    def encode(self, text: str) -> list[int]:
+        assert len(text) <= 6
+        return super().encode(text)
+
+
+def test_a_long_document_is_tokenized_in_parts(folder, monkeypatch):
+    monkeypatch.setattr(documents, "SEGMENT_BYTES", 4)
+    (texts,) = read_by(replace(stream(folder), tokenizer=Short()), 1)
+    assert sorted(texts) == DOCUMENTS and max(map(len, DOCUMENTS)) > 6
 
 
 def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):

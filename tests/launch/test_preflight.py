@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.jobs import PARROT, QUIET, TINY, job
+from tests.jobs import MOE, PARROT, QUIET, TINY, job
 from tests.messages import refused, says
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.run import long_warmup
@@ -62,6 +62,24 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch)
     assert preflight.rank_bytes(job(TINY, 2), "cpu", 2) == (23 << 29) - (400 << 20)
     with refused("64 processes", "25.0 GiB", "23.0 GiB", "at most 58 "):
         preflight.rank_bytes(job(TINY, 2), "cpu", 64)
+
+
+KEPT = "parallelism.fsdp_keep_whole"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([f"--{KEPT}=['*router*']"], "*router*"),
+        ([f"--{KEPT}=['*']"], "every parameter"),
+        ([*MOE, f"--{KEPT}=['*experts*']", "--parallelism.tensor_parallel_degree=2"], "moe.exp"),
+        ([*MOE, f"--{KEPT}=['*experts*']"], ""),
+    ],
+)
+def test_parameters_that_cannot_stay_whole_are_refused_before_ranks_start(refusal, argv, named):
+    found = refusal([*TINY, *argv], 2)
+    says(found, *[KEPT, named] * bool(named))
+    assert bool(found) == bool(named)
 
 
 def mixture(*parts: str) -> str:

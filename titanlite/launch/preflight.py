@@ -53,7 +53,7 @@ def check_machine(
     machine lacks for the job. `entries` has the origins of values.
     """
     from titanlite.optim import check_trained
-    from titanlite.parallel import float8, tensor_parallel
+    from titanlite.parallel import float8, replicated, tensor_parallel
     from titanlite.parallel.build import build_model
     from titanlite.train.prepared import Prepared
 
@@ -79,6 +79,7 @@ def check_machine(
             prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
             check(tensor_parallel.check, model, table, job.layout.tp)
+            check(replicated.kept_whole, job, table)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
             if parts := check(_stages_alone, job, model):

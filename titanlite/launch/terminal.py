@@ -185,7 +185,8 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
 
 def note(logs: Path, line: str) -> None:
     """Add a line to the launcher's own log."""
-    with suppress(OSError), (logs / NOTICES).open("a", encoding="utf-8") as file:
+    path = logs / NOTICES
+    with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
         file.write(f"{line}\n")
 
 

@@ -34,7 +34,7 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
     if not launched:
         path = rank_log(dump_folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        log.addHandler(logging.FileHandler(path, encoding="utf-8"))
+        log.addHandler(logging.FileHandler(path, encoding="utf-8", errors="replace"))
     return log
 
 

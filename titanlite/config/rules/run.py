@@ -164,10 +164,8 @@ def _spikes_can_be_judged(config: ConfigView, loaded: Loaded) -> Refusals:
     fault, steps = config.fault, config.training.steps
     is_given = "fault.spike_window" in loaded.entries
     if is_given and fault.spike_sigma and fault.spike_window >= steps:
-        why = (
-            f"a step is judged after as many good ones, and the run has {steps}; "
-            f"legal: 2 to {steps - 1}"
-        )
+        legal = f"legal: 2 to {steps - 1}" if steps > 2 else "remove fault.spike_sigma"
+        why = f"a step is judged after as many good ones, and the run has {steps}; {legal}"
         yield "fault.spike_window", why
 
 
