@@ -62,7 +62,7 @@ EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; \
+VALUE is TOML; a list of text may be words with commas, --model.freeze norm.weight,output.weight; \
 a switch is --compile.enable (on),
 --compile.no_enable or --compile.enable=false (off). \
 Without --config, train_configs/debug.toml is used; CONFIG_FILE
