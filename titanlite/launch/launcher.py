@@ -38,7 +38,7 @@ from titanlite.launch.nodes import (
     prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, data_faults
+from titanlite.launch.preflight import check_machine, file_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import DONE, ENDED, note, say
@@ -176,7 +176,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     try:
         job = job_from(loaded, world=nodes.training * processes, training=True, device=device)
     except ConfigError as error:
-        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
+        raise ConfigError([*error.faults, *file_faults(loaded)]) from None
     return job, nodes, device, processes
 
 

@@ -5,6 +5,7 @@ groups.
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from titanlite.checkpoint.manifest import read_state
@@ -50,8 +51,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p {top_p:g}: must be above 0 and at most 1")
-    if arguments.dump and not store.exists(arguments.dump):
-        words = [str(arguments.dump), *(word for word in overrides if not word.startswith("-"))]
+    is_mistyped = overrides and overrides[0].startswith("-") and "." not in overrides[0]
+    if arguments.dump and not is_mistyped and not store.exists(arguments.dump):
+        words = [str(arguments.dump), *takewhile(lambda word: word[:1] != "-", overrides)]
         meant = shlex.quote(" ".join(words))
         raise UserError(f"{arguments.dump} does not exist; a text to continue is --prompt {meant}")
     options = {key: getattr(arguments, name) for name, key in _KEYS.items()}
