@@ -111,7 +111,9 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     "--training.steps --compile.enable": "a whole number >= 1",
     "--config=": "TOML file",
     "--config=/": "a folder;",
-    "--model.freeze=norm.weight": """'["norm.weight"]'""",
+    "--model.freeze=[norm.weight,a]": "a list of text: norm.weight,a",
+    "--checkpoint.exclude_from_loading data_loader,optimizer": '"data_loader" is called "data"',
+    "--checkpoint.exclude_from_loading=lr_scheduler": "no state here",
     "--model.freeze=['a',3]": "entry 2",
     '--training.mixture=[{dataset="a"}]': "entry 1: weight",
     f'--training.mixture=[{ONE},{{dataset="b",wieght=0.3}}]': "entry 2: weight",
@@ -143,7 +145,13 @@ def test_the_legal_values_of_a_degree_are_those_that_every_rule_allows(tp, world
 
 def test_help_and_docs_show_how_a_list_and_a_switch_are_typed():
     for text in (EPILOG, " ".join(markdown().split())):
-        says(text, """--model.freeze '["norm.weight"]'""", ".no_", "=false")
+        says(text, "--model.freeze norm.weight,output.weight", ".no_", "=false")
+
+
+def test_a_file_that_has_words_for_a_list_is_told_the_list(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nfreeze = "norm.weight, a"\n')
+    says(faults(files=(str(path),)), str(path), 'a list of text: ["norm.weight", "a"]')
 
 
 def test_missing_and_broken_files_are_named(tmp_path):
@@ -169,6 +177,10 @@ def test_later_files_and_the_command_line_win(tmp_path):
         (["--validation.enable", "false"], "validation.enable", False),
         (["--training.local-batch-size", "4"], "training.local_batch_size", 4),
         (["--optimizer.no_decay", "[]"], "optimizer.no_decay", []),
+        (["--model.freeze", "norm.weight"], "model.freeze", ["norm.weight"]),
+        (["--model.freeze=a.*, layers.[01].*"], "model.freeze", ["a.*", "layers.[01].*"]),
+        (["--compile.components", "model"], "compile.components", ["model"]),
+        (["--optimizer.no_decay="], "optimizer.no_decay", []),
         (["--job.description", "5"], "job.description", "5"),
         (["--job.description=a = b"], "job.description", "a = b"),
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),

@@ -36,8 +36,9 @@ def test_a_v022_file_resolves(file):
 def test_the_float8_converter_switches_its_section_on():
     assert resolve("--config", str(FILES / "405b.toml")).config.quantize.linear.float8.enable
     assert resolve("--model.converters=['float8']").config.quantize.linear.float8.enable
+    assert resolve("--model.converters=quantize.linear.float8").config.quantize.linear.float8.enable
     with refused("model.converters", '"mx"', kind=ConfigError):
-        resolve("--model.converters=['mx']")
+        resolve("--model.converters=mx")
 
 
 def test_custom_import_is_the_old_spelling_of_package():

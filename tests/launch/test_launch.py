@@ -211,6 +211,9 @@ def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
     argv = [option.format(tmp_path) for option in options]
     err = start_refused([*argv, "--lr_scheduler.warmup_steps=0"], tmp_path, capsys)
     says(err, names, "there are: 4\n" if "33" in names else "nothing was started")
+    if "initial_load_path" in options[0]:  # one of several errors, at once
+        err = start_refused([*argv, "--training.stepz=3"], tmp_path, capsys)
+        says(err, "training.stepz", "checkpoint.initial_load_path   (command line)")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "hf"}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert not held, "as before, for what this process starts next"
@@ -305,7 +308,7 @@ def test_the_last_lines_fit_the_run(tmp_path):
     for saving in (False, True):
         out = describe_end(given(tmp_path, *["--checkpoint.enable"] * saving).config)
         says(out, f"plot {tmp_path}")
-        assert (f"generate --config {tmp_path}/config.toml" in out) == saving
+        assert (f"generate {tmp_path}" in out) == saving
         assert ("checkpoint.enable is off" in out) != saving
 
 

@@ -16,6 +16,8 @@ from tests.data.assets import make_assets
 from tests.messages import says
 from tests.runs import records
 from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.status import finished_message
+from titanlite.config.load import load, parse_command_line
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.tools.evaluate import Counted
 from titanlite.tools.generate import Show, narrowing
@@ -43,13 +45,17 @@ def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path,
     monkeypatch.chdir(tmp_path)
     expected = tool("generate --config", saved / "config.toml", *ASKED)
     for folder in (saved, saved / "checkpoint", saved / "checkpoint/step-3"):
-        assert tool("generate --checkpoint", folder, *ASKED) == expected
+        assert tool("generate", folder, *ASKED) == expected
+    assert tool("generate --checkpoint", saved, *ASKED) == expected
+    says(tool("generate --checkpoint", saved, saved, code=2), "two places")
+    says(tool("generate The quick", code=2), "--prompt 'The quick'")
     says(tool("generate", code=2), "outputs/checkpoint")
     out = tool("generate --config debug.toml --job.dump_folder=other", code=2)
     says(out, "other/checkpoint")
     assert len(out.splitlines()) == 1
     (tmp_path / "outputs").symlink_to(saved)
-    assert tool("generate", *ASKED).splitlines()[:-1] == expected.splitlines()[:-1]
+    words = ("generate --generate.prompt", "def ", "--generate.tokens", 12)
+    assert tool(*words).splitlines()[:-1] == expected.splitlines()[:-1]
     for named in (saved / "config.toml", saved / "checkpoint/step-3/config.toml"):
         says(tool("generate --checkpoint", named, code=2), f"{named} is a file")
 
@@ -127,7 +133,7 @@ def test_text_is_printed_as_its_tokens_come_and_never_half_a_character(capsys):
 def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     (expected,) = [e["validation_loss"] for e in records(saved) if "validation_loss" in e]
     held_out = saved / "held.txt"
-    words = ("evaluate --checkpoint", saved)
+    words = ("evaluate", saved)
     out = tool(*words)
     found = dict(re.findall(r"^(\S.*?)  +(.*)$", out, re.MULTILINE))
     # The end of the document is the last token, and no window's label.
@@ -140,6 +146,14 @@ def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     assert tool(*words) == out
     says(tool(*words, "--steps", "1"), "8 of 16")
     says(tool(*words, "--steps", "1000"), f"{windows} of 16", "1,000", "8,000")
+
+
+def test_a_finished_run_without_its_last_validation_names_evaluate(run):
+    line = parse_command_line(["--config", f"{run}/config.toml", f"--job.dump_folder={run}"], {})
+    config = load(line).config
+    assert "evaluate" not in finished_message(config)
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1}\n')
+    says(finished_message(config), "already at step 3", f"evaluate {run}")
 
 
 def test_bytes_are_those_of_the_text_without_its_ends(tmp_path):

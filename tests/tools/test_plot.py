@@ -151,7 +151,7 @@ def test_a_file_that_training_did_not_write_is_an_error(tmp_path, tool, text, na
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("", "DUMP"),
+        ("", "outputs does not exist"),
         ("/nonexistent", "/nonexistent does not exist"),
         (".", "metrics.jsonl does not exist"),
         ("run --ot x", "--out?"),

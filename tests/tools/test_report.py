@@ -76,6 +76,14 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(run,
         assert any(re.fullmatch(line, each) for each in lines), line
 
 
+def test_commands_about_a_run_are_about_outputs_by_default(saved, tool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("outputs").symlink_to(saved)
+    of_checkpoints = [f"checkpoint {command}" for command in ("ls", "show", "verify")]
+    for command in ("top", "plot --text", "report --html page.html", *of_checkpoints):
+        tool(command)
+
+
 def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, tool):
     (run / "environment.json").write_text('{"device": "cpu"}')
     says(tool("top", run), "2.00 GiB measured", "whole process")

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 
 from titanlite.config.config_json import read_flavor
-from titanlite.config.legal import choices, legal
+from titanlite.config.legal import choices, legal, lists_words
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, NOT_DONE, OTHER_NAMES, RENAMED, foreign
@@ -143,7 +143,7 @@ def _option_meant(word: str) -> str:
         return f"did you mean --{word.lstrip('-')}?"
     if Path(word).is_dir():
         return f"a saved model is named by --checkpoint {word}, a run by --job.dump_folder {word}"
-    return 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+    return "options look like --section.key VALUE, a list like --section.key a,b"
 
 
 def _keys_named(name: str) -> str:
@@ -157,14 +157,24 @@ def _keys_named(name: str) -> str:
 
 def _read_value(key: str, text: str) -> Any:
     """Read a TOML value; anything else is a string, and so is a number that is given to a key for
-    text.
+    text. To a key for a list of text, a string is words between commas, as TorchTitan reads it.
     """
+    kind = KEYS[key].annotation if key in KEYS else None
     try:
         parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError:
-        return text
-    is_text = key in KEYS and KEYS[key].annotation is str and not isinstance(parsed["value"], str)
-    return text if is_text or len(parsed) > 1 else parsed["value"]
+        value = text
+    if not isinstance(value, str):
+        return text if kind is str else value
+    is_list = lists_words(kind) and value != "none" and not value.startswith("[")
+    return _words(value) if is_list else value
+
+
+def _words(text: str) -> list[str]:
+    """Return the words between commas; those of a list that a shell took the quotes from, too."""
+    inside = text[1:].removesuffix("]") if text.startswith("[") else text
+    return [word for part in inside.split(",") if (word := part.strip(" \"'"))]
 
 
 def shipped_configs() -> list[str]:
@@ -352,8 +362,12 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
         if names[depth:] and names[depth].isdigit():
             entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
             bad[key] = f"{bad.get(key, '')}; {entry} {why.replace('Input should be', 'must be')}"
-        is_word = isinstance(tree[key].value, str) and get_origin(KEYS[key].annotation) is list
-        bad.setdefault(key, f": '{toml_value([tree[key].value])}'" if is_word else "")
+        given, hint = tree[key], ""
+        if isinstance(given.value, str) and lists_words(KEYS[key].annotation):
+            words = _words(given.value)
+            typed = given.origin == "command line"
+            hint = f": {','.join(words) if typed else toml_value(words)}"
+        bad.setdefault(key, hint)
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"

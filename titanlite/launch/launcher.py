@@ -38,7 +38,7 @@ from titanlite.launch.nodes import (
     prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, data_faults
+from titanlite.launch.preflight import check_machine, file_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import DONE, ENDED, note, say
@@ -62,7 +62,7 @@ EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; \
+VALUE is TOML; a list of text may be words with commas, --model.freeze norm.weight,output.weight; \
 a switch is --compile.enable (on),
 --compile.no_enable or --compile.enable=false (off). \
 Without --config, train_configs/debug.toml is used; CONFIG_FILE
@@ -174,7 +174,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     try:
         job = job_from(loaded, world=nodes.training * processes, training=True, device=device)
     except ConfigError as error:
-        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
+        raise ConfigError([*error.faults, *file_faults(loaded)]) from None
     return job, nodes, device, processes
 
 

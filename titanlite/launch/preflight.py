@@ -74,7 +74,7 @@ def check_machine(
         _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
-            check(_check_start, job)
+            check(_check_start, job.config, job)
         if built := check(build_model, job):
             prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
@@ -116,8 +116,8 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
     return machine // processes - _PYTHON_AND_TORCH
 
 
-def data_faults(loaded: Loaded) -> list[ConfigFault]:
-    """Return the faults of the data of an invalid config that are found without its model."""
+def file_faults(loaded: Loaded) -> list[ConfigFault]:
+    """Return the faults of an invalid config's data and start, found without its model."""
     from titanlite.data.documents import require_folder
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import is_model_alone, load_tokenizer
@@ -135,11 +135,13 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             continue
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
+    if config.checkpoint.load_step == -1:
+        checks.append((_check_start, config))
     for function, *arguments in checks:
         try:
             function(*arguments)
         except UserError as error:
-            found.append(_fault(error, loaded.entries, arguments[0]))
+            found.append(_fault(error, loaded.entries, str(arguments[0])))
     return found
 
 
@@ -232,14 +234,16 @@ def _check_dump_folder(folder: Path) -> None:
         raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
-def _check_start(job: Job) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes."""
-    settings = job.config.checkpoint
-    steps, path = times(job.config) if settings.enable else {}, Path(settings.initial_load_path)
+def _check_start(config: JobConfig, job: Job | None = None) -> None:
+    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
+    of Hugging Face's folders only if they are missing.
+    """
+    settings = config.checkpoint
+    steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
-        if in_bucket(job.config):
+        if in_bucket(config):
             return  # it is looked for there
-        root = checkpoint_root(job.config)
+        root = checkpoint_root(config)
         require_step(root, settings.load_step, sorted(steps))
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
@@ -250,9 +254,12 @@ def _check_start(job: Job) -> None:
         from titanlite.checkpoint.hf.load import HuggingFaceFolder
 
         try:
-            HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+            if job:
+                HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+            elif not path.is_dir():
+                raise UserError(f"{path} does not exist")
         except UserError as error:
-            raise UserError(f"checkpoint.initial_load_path: {error}") from None
+            raise UserError(f"{error}", "checkpoint.initial_load_path") from None
     elif settings.initial_load_path and not steps:
         _require_complete(
             "checkpoint.initial_load_path", newest_of(path), not settings.initial_load_model_only
@@ -273,7 +280,7 @@ def _require_complete(key: str, folder: Path, resumable: bool) -> None:
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     if problems:
-        raise UserError(f"{key}: {'; '.join(problems[:8])}")
+        raise UserError("; ".join(problems[:8]), key)
 
 
 def _check_triton(key: str) -> None:

@@ -56,6 +56,7 @@ _ABOUT = (
 )
 _PLACE = (_ABOUT.format("the latest complete one"), place)
 _ALL = _ABOUT.format("all")
+_DEFAULT = "; default: outputs"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -269,7 +270,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "list steps, size, mesh, age and state",
         "ls outputs --full",
         {
-            "[FOLDER]": (f"{_ALL}; default: outputs", place, Path("outputs")),
+            "[FOLDER]": (_ALL + _DEFAULT, place, Path("outputs")),
             "--full": "read every byte",
         },
     ),
@@ -277,13 +278,13 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _verify,
         "read every byte; exit code 1 if a checksum differs",
         "verify outputs",
-        {"FOLDER …": (_ALL, place)},
+        {"[FOLDER …]": (_ALL + _DEFAULT, place, [Path("outputs")])},
     ),
     "show": (
         _show,
         "print the step, the position in the data, tensors and config",
         "show outputs",
-        {"FOLDER": _PLACE},
+        {"[FOLDER]": (_PLACE[0] + _DEFAULT, place, Path("outputs"))},
     ),
     "diff": (
         _diff,

@@ -2,15 +2,18 @@
 groups.
 """
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from titanlite.checkpoint.manifest import read_state
 from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError, print_notice
-from titanlite.tools.load import add_checkpoint, load_model, saved_job
+from titanlite.runtime import store
+from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
 _KEYS = {
     "prompt": "generate.prompt",
@@ -22,9 +25,7 @@ _KEYS = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = (
-        'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
-    )
+    parser.epilog = 'example: titanlite generate outputs --prompt "def " --tokens 100 --seed 1'
     samples = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
     nucleus = (
         "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
@@ -50,9 +51,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    is_mistyped = overrides and overrides[0].startswith("-") and "." not in overrides[0]
+    if arguments.dump and not is_mistyped and not store.exists(arguments.dump):
+        words = [str(arguments.dump), *takewhile(lambda word: word[:1] != "-", overrides)]
+        meant = shlex.quote(" ".join(words))
+        raise UserError(f"{arguments.dump} does not exist; a text to continue is --prompt {meant}")
     options = {key: getattr(arguments, name) for name, key in _KEYS.items()}
     overrides += [f"--{key}={value}" for key, value in options.items() if value is not None]
-    job, folder = saved_job(arguments.checkpoint, overrides)
+    job, folder = saved_job(named_model(arguments), overrides)
     tokenizer = require_tokenizer(open_tokenizer(job), "generation")
     from titanlite.runtime.distributed import pick_device
     from titanlite.train.forward import Forward

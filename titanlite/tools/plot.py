@@ -32,7 +32,11 @@ theme."""
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the runs, the file to write, and the x axis."""
     options = {
-        "DUMP …": ("dump folder of a run, or metrics.jsonl", Path),
+        "[DUMP …]": (
+            "dump folder of a run, or metrics.jsonl (default: outputs)",
+            Path,
+            [Path("outputs")],
+        ),
         "--out FILE": (
             "an .html (default: curves.html, of one run in its dump folder), .png, .svg or .pdf",
             Path,

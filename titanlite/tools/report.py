@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
-from titanlite.config.options import declare
+from titanlite.config.options import A_RUN, declare
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.layout import Layout
@@ -24,11 +24,8 @@ FACTS = "model data batch device mesh titanlite".split()
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the run and the page."""
-    options = {
-        "DUMP": ("dump folder of a run (job.dump_folder)", Path),
-        "--html FILE": ("the page (default: report.html in the dump folder)", Path),
-    }
-    declare(parser, options)
+    page = "the page (default: report.html in the dump folder)"
+    declare(parser, {**A_RUN, "--html FILE": (page, Path)})
     parser.description = f"{ABOUT} One page, which needs no network and no script."
     parser.epilog = "example: titanlite report outputs"
 

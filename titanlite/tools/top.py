@@ -11,7 +11,7 @@ from shutil import get_terminal_size
 import numpy as np
 
 from titanlite.checkpoint.manifest import CONFIG
-from titanlite.config.options import declare
+from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.launch.terminal import NOTICES
@@ -31,7 +31,7 @@ over has a view too."""
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the run."""
-    declare(parser, {"DUMP": ("dump folder of a run (job.dump_folder)", Path)})
+    declare(parser, A_RUN)
     parser.description = f"""{ABOUT} In a terminal the view is live until the last step or \
 Ctrl-C; elsewhere it is printed once. The curves have the names of metrics.jsonl."""
     parser.epilog = "example: titanlite top outputs"

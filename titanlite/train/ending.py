@@ -5,7 +5,7 @@ No torch: the launcher has them too.
 
 from pathlib import Path
 
-from titanlite.checkpoint.status import last_saved_message
+from titanlite.checkpoint.status import command_for, last_saved_message
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
 from titanlite.runtime.page import EarlyExit
@@ -34,9 +34,7 @@ def describe_end(config: JobConfig) -> str:
     rows["report"] = command_line("titanlite", "report", str(folder))
     if config.checkpoint.enable:
         asks = ["--chat", "--prompt", "a question"] if config.training.dataset == "chat" else []
-        rows["generate"] = command_line(
-            "titanlite", "generate", "--config", str(folder / "config.toml"), *asks
-        )
+        rows["generate"] = command_for(config, "generate", *asks)
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([reached, *lines])

@@ -7,16 +7,22 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.checkpoint.manifest import CONFIG, read_document
+from titanlite.checkpoint.resume import Resume
 from titanlite.config.pipeline_order import headline
+from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
+from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
+from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline_parallel import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
+_OF_RATES = ("optimizer.lr", "training.steps")
 _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other", "expert": "experts"}
 
 
@@ -64,7 +70,27 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (*job.remarks, compiling))]
+    return [*lines, *filter(None, (*job.remarks, _rate_change(trainer.resume, config), compiling))]
+
+
+def _rate_change(resume: Resume, config: JobConfig) -> str:
+    """Return a line about a learning rate that changes by more than twice where a run resumes."""
+    if not (resume.continues and resume.folder):
+        return ""
+    keys = [key for key in KEYS if key.startswith((*_OF_RATES, "lr_scheduler."))]
+    saved = flatten(tomllib.loads(read_document(resume.folder, CONFIG).decode()))
+    before = config_of({key: saved[key] for key in keys if key in saved})
+    changed = [
+        f"{key} {toml_value(old)} -> {toml_value(new)}"
+        for key in keys
+        if (old := value_of(before, key)) != (new := value_of(config, key))
+    ]
+    step = resume.position.step
+    last, following = learning_rate(before, step), learning_rate(config, step + 1)
+    if not changed or max(last, following) <= 2 * min(last, following):
+        return ""
+    why = ", ".join(changed)
+    return f"learning rate: {last:.3g} in step {step}, {following:.3g} in step {step + 1} ({why})"
 
 
 def _describe_model(trainer: Trainer) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from titanlite.config.load import Loaded
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, value_of
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, STATES
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer, get_sink
@@ -295,6 +295,12 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
             "checkpoint.last_save_in_hf",
             "nothing is saved with checkpoint.enable = false; set it to true",
         )
+
+
+def _states_have_names_of_here(config: ConfigView) -> Refusals:
+    for name in config.checkpoint.exclude_from_loading:
+        if name in STATES:
+            yield "checkpoint.exclude_from_loading", f'"{name}" {STATES[name]}'
 
 
 def _stores_are_legal(config: ConfigView) -> Refusals:
