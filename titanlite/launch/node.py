@@ -256,7 +256,7 @@ class Node:
         if verdict.code is not None:
             self._leave()
         elif self.rank == 0:
-            own = f"{attempt_prefix({ATTEMPT: str(number)})}/"
+            own = attempt_prefix({ATTEMPT: str(number)})
             self._old_keys += [key for key in self._store.list_keys() if key.startswith(own)]
         return verdict
 
