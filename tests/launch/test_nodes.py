@@ -18,9 +18,10 @@ from tests.launch.nodes import cluster, free_port, outputs, start_nodes, trained
 from tests.messages import refused, says
 from tests.runs import children, environment, records, start, wait_for
 from titanlite.config.schema import Comm
-from titanlite.errors import FAILED
+from titanlite.errors import CUT_SHORT
 from titanlite.fault.board import ANSWER_SECONDS
-from titanlite.launch.nodes import count_gpus, count_processes, find_nodes, gpu_bytes
+from titanlite.launch import node
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime import cluster as machine
 from titanlite.runtime.cluster import RankInfo, rank_info, store_address
 from titanlite.runtime.distributed import process_group
@@ -117,18 +118,21 @@ def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("present", "names"),
-    [
-        pytest.param(0, "3 s (comm.init_timeout_seconds); missing: NODE_RANK 1", id="node 0"),
-        pytest.param(1, "node 0 did not answer at 127.0.0.1", id="node 1", marks=pytest.mark.long),
-    ],
-)
-def test_one_of_two_nodes_names_the_missing_one(tmp_path, present, names):
-    argv = [*TINY, "--comm.init_timeout_seconds=3"]
-    (out,) = outputs([start(argv, tmp_path, NODE_RANK=str(present), **cluster())], FAILED)
-    says(out, names)
+def test_node_0_names_the_missing_nodes_while_it_waits_and_at_its_end(tmp_path):
+    argv, limit = [*TINY, "--comm.init_timeout_seconds=6"], "6 s (comm.init_timeout_seconds)"
+    (out,) = outputs([start(argv, tmp_path, NODE_RANK="0", **cluster())], CUT_SHORT)
+    says(out, f"for NODE_RANK 1, at most {limit}\n", f"{limit}; missing: NODE_RANK 1\n")
     assert "Traceback" not in out
+
+
+def test_a_node_without_node_0_names_its_address_while_it_waits_and_at_its_end(monkeypatch, capsys):
+    monkeypatch.setattr(node, "SAY_SECONDS", 0.1, raising=False)
+    missing = Nodes(2, 1, "127.0.0.1", int(free_port()), "")
+    where = f"127.0.0.1:{missing.master_port}"
+    with refused(where, "1 s (comm.init_timeout_seconds)", "MASTER_ADDR", kind=node.NoNode0) as end:
+        node._connect(missing, 1)
+    assert end.value.code == CUT_SHORT, "as of any missing node: another start may find it"
+    says(capsys.readouterr().out, f"node 0 at {where} (connection refused), at most 1 s")
 
 
 @pytest.mark.long
