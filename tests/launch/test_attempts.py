@@ -21,12 +21,15 @@ from tests.jobs import TINY, job, run_to_end
 from tests.launch.nodes import free_port
 from tests.messages import says
 from tests.runs import left_over
+from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
+from titanlite.fault.board import Unreachable
 from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
+from titanlite.launch import node as node_module
 from titanlite.launch.attempts import Attempt, Attempts, _keep_logs, leaving, saved_since
 from titanlite.launch.failure import Exit
 from titanlite.launch.node import Node
@@ -35,6 +38,7 @@ from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
 from titanlite.launch.workers import Workers
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.page import OWN_PAGE, EarlyExit, OwnPage
+from titanlite.train.ending import describe_stop
 
 SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.async_mode=disabled", "--training.steps=2"]
 QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
@@ -174,6 +178,33 @@ def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(start, ask
     together.asked[asked] = ASKED
     for found in together.meet():
         assert found.is_final and found.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
+
+
+def test_launchers_say_for_whom_they_wait_and_how_long(start, monkeypatch, capsys):
+    together = start()
+    first, second = together.nodes
+    together.settle(FOLLOWED, FAILED)
+    monkeypatch.setattr(node_module, "SAY_SECONDS", 0.0)
+    meeting = together.threads.submit(first.meet)
+    assert is_said("waiting for NODE_RANK 1, at most 30 s (fault.rejoin_seconds)", capsys)
+    with monkeypatch.context() as cut:
+        cut.setattr(second._board, "exchange", raises(Unreachable("x")))
+        wait_until(lambda: second._board.problem, 10)
+        late = together.threads.submit(second.meet)
+        assert is_said(f"waiting for node 0 at 127.0.0.1:{first.address[1]}", capsys)
+    assert meeting.result(60).members == late.result(60).members == (0, 1)
+
+
+def is_said(words: str, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Wait until something is printed."""
+    return any(words in capsys.readouterr().out or time.sleep(0.05) for _ in range(200))
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
 
 
 def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_next(
@@ -339,6 +370,22 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
 
 SAVED = EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
 LEFT_BEHIND = EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2)
+
+
+def test_a_launcher_that_started_no_worker_claims_no_step_and_no_save_of_an_earlier_run(tmp_path):
+    saved = tmp_path / "checkpoint/step-20"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).write_bytes(Manifest(20, False, {}, {}).render())
+    config = config_of({"checkpoint.enable": True, "job.dump_folder": str(tmp_path)})
+    request = Stopping(QUIET)
+    request._config, request.reason = config, ASKED
+    early = request._early()
+    told = describe_stop(config, early)
+    says(told, ASKED, "nothing was trained", saved)
+    assert early.code == STOPPED and "at step" not in told and "saved:" not in told
+    page(tmp_path, 0, completed=20)
+    request.begin(tmp_path)
+    says(describe_stop(config, request._early()), "at step 20", f"saved: {saved}")
 
 
 def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):

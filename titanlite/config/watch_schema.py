@@ -98,7 +98,8 @@ class FaultSection(Section):
     ] = 24.0
     """Mean time between failures of the whole run, for checkpoint.interval = "auto"."""
     rejoin_seconds: Seconds = 120
-    """How long a restart waits for missing nodes, and a launcher for node 0."""
+    """How long a restart waits for missing nodes, and a launcher that has lost node 0 for its
+    answer."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
     """Minimum number of nodes for a restart; 0 means all."""
     spare_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
