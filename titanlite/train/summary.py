@@ -97,7 +97,7 @@ def _describe_batch(trainer: Trainer) -> str:
     )
     as_data_parallel = batch.local * job.layout.world
     if training.global_batch_size == -1 and batch.total < as_data_parallel:
-        text += f"; as data parallel, these ranks would take {as_data_parallel:,}"
+        text += f" (with data parallelism instead, these ranks would take {as_data_parallel:,})"
     return text
 
 
