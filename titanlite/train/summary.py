@@ -64,7 +64,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (*job.remarks, compiling))]
+    return [*lines, *trainer.notes, *filter(None, (*job.remarks, compiling))]
 
 
 def _describe_model(trainer: Trainer) -> str:
