@@ -50,7 +50,7 @@ COMMANDS = {
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
 OVERVIEW = f"""\
-titanlite {__version__}: pretraining that you can read in an afternoon and prove on your laptop
+titanlite {__version__}: pretraining that you can read in a day and check on your laptop
 
 usage: titanlite COMMAND …
 

@@ -106,6 +106,8 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     "-training.steps 10": "-training.steps\n      is not an option; did you mean --training.steps?",
     "--training.steps=3 stray": "stray\n",
     "--training.steps=3 my.toml": "did you mean --config my.toml?",
+    "--training.steps=3 stray my.toml": "2 errors in the command line;",
+    "--training.steps=x my.toml": "2 configuration errors;",
     "--inference.a=1 --inference.b=2": "[inference]   (command line)",
     "--optimizer.lr": "a number > 0",
     "--training.steps --compile.enable": "a whole number >= 1",

@@ -135,7 +135,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
     lost, spare = split(nodes)
     lose(lost)
     first, second = outputs([nodes[0], spare])
-    says(first, "node 0 of 3 (1 spare)")
+    says(first, "NODE_RANK 0 (3 nodes, 1 spare;")
     says(second, "spare", "attempt 2")
     assert losses(folder) == losses(tmp_path / "whole")
 

@@ -87,9 +87,9 @@ def test_the_verdict_leaves_the_reserve_free():
 def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
     most = int(H100.usable_bytes / H100.reserve.allocator)
     fits, does_not = (report(plan_of(peak)).splitlines()[3] for peak in (most, most + GIB))
-    assert fits.startswith("It fits") and "may not" in does_not
-    assert "flushes" in fits and "flushes" in does_not
+    assert fits.startswith("No allocator cache flushes") and "flushes possible" in does_not
     says(report(plan_of(50 * GIB)), "66.00 GiB")
+    assert "flushes" not in report(plan_of(90 * GIB))
 
 
 def test_the_tables_name_the_moment_the_links_and_the_days():

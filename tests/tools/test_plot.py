@@ -45,6 +45,14 @@ def test_every_curve_shows_what_was_logged(tmp_path):
     np.testing.assert_allclose(drawn["Validation loss"][1], [(10, 3.5), (20, 2.5)])
 
 
+def test_two_validations_are_points_and_no_line(tmp_path):
+    steps = [record(s, 4 - s / 10) for s in range(1, 21)]
+    figure = draw([read_run(write(tmp_path / "run", steps, [(10, 3.5), (20, 2.5)]))], "steps")
+    loss, validation = ([line.get_linewidth() for line in axes.get_lines()[:2]]
+                        for axes in figure.axes[:2])  # fmt: skip
+    assert all(loss) and not any(validation)
+
+
 def test_a_few_high_values_make_the_axis_logarithmic_and_the_title_says_so(tmp_path):
     steps = [record(s, 3.0, grad_norm=100.0 if s == 5 else 0.5 + s / 100) for s in range(1, 15)]
     drawn = panels(write(tmp_path / "run", steps))

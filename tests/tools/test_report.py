@@ -84,9 +84,10 @@ def test_commands_about_a_run_are_about_outputs_by_default(saved, tool, tmp_path
         tool(command)
 
 
-def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, tool):
+def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process_and_not_planned(run, tool):
     (run / "environment.json").write_text('{"device": "cpu"}')
-    says(tool("top", run), "2.00 GiB measured", "whole process")
+    (run / "logs/launcher.log").unlink()
+    says(tool("top", run), "2.00 GiB measured", "whole process", "no plan")
 
 
 @pytest.mark.long
@@ -219,8 +220,13 @@ def test_the_page_says_what_was_trained_and_when_and_lies_in_the_dump_folder(run
 
 def test_the_page_has_the_run_and_needs_nothing_else(run, tool):
     page = run / "page.html"
+    sample = "a sample, at temperature 0.7:\n\n    def f():\n\n        <b>\n\nsaved"
+    (run / "logs/rank-0.log").write_text(sample)
     tool("report", run, "--html", page)
     text = page.read_text()
+    says(text, "<h2>Sample, at temperature 0.7</h2><pre>def f():\n\n    &lt;b&gt;</pre>")
+    assert re.search(r"<h2>Ranks, \d{4}-[\d-]+ [\d:]+ ", text), "a time that holds tomorrow too"
+    says(text, '<table id="progress">', "<td>3.00000</td>")
     says(
         text,
         "<svg",

@@ -156,7 +156,7 @@ def committed(root: Path) -> list[int]:
 
 FOREIGN = (
     "a checkpoint in torch's DCP format, as TorchTitan writes, which titanlite does not read. "
-    "Weights can be brought over: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the "
+    "Weights can be converted: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the "
     "model's config.json put into that folder, "
     "then --model.flavor hf --checkpoint.initial_load_path FOLDER; optimizer states cannot"
 )

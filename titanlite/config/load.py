@@ -24,6 +24,7 @@ DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
+_NO_OPTION = "is not an option"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class ConfigError(UserError):
                 title += f"   ({fault.origin})"
             blocks.setdefault(title, []).append(f"      {fault.why}")
         lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
-        count = f"{len(blocks)} configuration error{'s' * (len(blocks) != 1)}"
+        plural = "s" * (len(blocks) != 1)
+        count = f"{len(blocks)} configuration error{plural}"
+        if all(fault.why.startswith(_NO_OPTION) for fault in self.faults):
+            count = f"{len(blocks)} error{plural} in the command line"
         return "\n".join([f"{count}; nothing was started", *lines])
 
 
@@ -101,7 +105,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             if argument.startswith("-") and rest and not rest[0].startswith("-"):
                 del rest[0]  # its value
             hint = _option_meant(argument)
-            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
@@ -120,7 +124,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             line.files += filter(None, values)
         elif "." not in name:
             hint = _keys_named(name)
-            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
         elif values:
             line.put(name, _read_value(name, values[0]))
         elif name in KEYS and "true or false" not in (

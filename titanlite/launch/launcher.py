@@ -364,7 +364,7 @@ def _end_early(job: Job, early: EarlyExit) -> int:
     """Print the step of a run that ended on request; return the exit code."""
     by_ctrl_c, end = early.reason.startswith(CTRL_C), describe_stop(job.config, early)
     if by_ctrl_c and "; saved: " in end and early.step < job.config.training.steps:
-        end += "; the same command goes on from there"
+        end += "; the same command continues from there"
     say(f"\ntitanlite: {end}")
     return INTERRUPTED if by_ctrl_c else early.code
 

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.options import declare
 from titanlite.config.toml import flatten, tomllib
 from titanlite.errors import UserError, columns, format_table, nearest, print_notice
-from titanlite.observe.page import write_html
+from titanlite.observe.page import Number, Table, html_table, write_html
 from titanlite.tools.record import TITLES, Run, chart, read_run, smooth, text_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     try:
         if out.suffix == ".html":
             drawn = picture(by_key[0], "single") if by_key else pictures(runs, arguments.x)
-            body = f"{drawn}<pre>{escape(table)}</pre>"
+            below = f"<pre>{escape(table)}</pre>" if by_key else html_table(progress(runs))
+            body = f"{drawn}{below}"
             write_html(out, "Training curves", body, "--out")
         else:
             figure = by_key[0] if by_key else draw(runs, arguments.x)
@@ -112,8 +113,8 @@ def read_runs(dumps: list[Path]) -> list[Run]:
     return runs
 
 
-def summarize(runs: list[Run]) -> str:
-    """Return a table of how far the runs have come, and how fast."""
+def progress(runs: list[Run]) -> Table:
+    """Return how far the runs have come, and how fast."""
     rows = []
     for run in runs:
         last, finite = run.logged[-1], run.validated[np.isfinite(run.validated["validation_loss"])]
@@ -122,9 +123,16 @@ def summarize(runs: list[Run]) -> str:
             if len(finite)
             else "none"
         )
-        reached = f"{last['step']:,.0f}", f"{last['tokens']:,.0f}", f"{last['loss']:.5f}"
-        rows.append([run.name, *reached, best, f"{np.nanmedian(run.logged['tps']):,.0f}"])
+        reached = Number(last["step"]), Number(last["tokens"]), f"{last['loss']:.5f}"
+        rows.append([run.name, *reached, best, Number(np.nanmedian(run.logged["tps"]))])
     header = ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"]
+    return Table("progress", "", header, rows)
+
+
+def summarize(runs: list[Run]) -> str:
+    """Return the progress of runs as text, in columns or, if the terminal is narrow, in rows."""
+    header = progress(runs).header
+    rows = [[*map(str, row)] for row in progress(runs).rows]
     table = format_table(rows, header, "<>>>>>")
     if len(table.partition("\n")[0]) > columns():
         return format_table([*zip(header, *rows, strict=True)], align="<" + ">" * len(rows))
@@ -173,9 +181,11 @@ def _draw_panel(
         crosses = x[~np.isfinite(y)]
         # A line alone would not show a value between two that are not finite.
         marker = "." if len(crosses) or len(y) <= 60 else ""
+        has_line = len(y) > 2  # two points are no trend
         mean = y if not smoothed else np.exp(smooth(np.log(y))) if log else smooth(y)
-        axes.plot(x, y, color=color, alpha=0.5, lw=0.8, marker=marker)
-        axes.plot(x, mean, dashes, color=color, lw=1.8)
+        axes.plot(x, y, color=color, alpha=0.5, lw=0.8 * has_line, marker=marker)
+        point = "" if has_line else "o"
+        axes.plot(x, mean, dashes, color=color, lw=1.8 * has_line, marker=point)
         axes.plot(
             crosses, [0.98] * len(crosses), "x", color=color, transform=axes.get_xaxis_transform()
         )

@@ -77,7 +77,7 @@ class Run:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
         on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
-        planned = f"planned {', '.join(planned)}" if planned else "not planned yet"
+        planned = f"planned {', '.join(planned)}" if planned else "no plan"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
         ending = self.ending
         return [

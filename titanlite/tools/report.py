@@ -6,6 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from html import escape
 from pathlib import Path
+from textwrap import dedent
 
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
 from titanlite.config.options import A_RUN, declare
@@ -33,14 +34,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Write the page of a run."""
     from titanlite.planner.page import draw_mesh
-    from titanlite.tools.plot import pictures, read_runs, summarize
+    from titanlite.tools.plot import pictures, progress, read_runs
 
     (record,) = read_runs([arguments.dump])
     folder = record.folder
     path = arguments.html or folder / "report.html"
     config, environment = text_of(folder / CONFIG), text_of(folder / ENVIRONMENT)
     layout = Layout(**json.loads(environment or "{}").get("mesh", {}))
-    ranks = places(folder / "logs" / RANKS)
+    ranks = places(folder / "logs" / RANKS, live=False)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), config)
     validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
@@ -53,8 +54,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         tables.append(Table("evaluations", "Evaluations", ("step", "validation loss"), validated))
     parts = [
         html_table(Table("run", "", (), _facts(record))),
-        f"<pre>{escape(summarize([record]))}</pre>",
+        html_table(progress([record])),
         pictures([record], "steps"),
+        _sample(text_of(rank_log(folder, 0))),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
         *map(html_table, tables),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
@@ -63,6 +65,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     write_html(path, description or f"{record.name}: {layout}", "".join(parts))
     print(f"wrote {path}")
     return 0
+
+
+def _sample(log: str) -> str:
+    """Return the last text that the model wrote into rank 0's log."""
+    found = re.findall(r"(?m)^a sample, (at temperature .+):\n\n((?:    .*\n|\n)+)", log)
+    return "".join(
+        f"<h2>Sample, {escape(how)}</h2><pre>{escape(dedent(text).strip())}</pre>"
+        for how, text in found[-1:]
+    )
 
 
 def _facts(record: Run) -> list[tuple[str, str]]:

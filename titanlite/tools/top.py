@@ -107,13 +107,15 @@ def _last_notice(folder: Path) -> list[tuple[str, str]]:
     return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
 
 
-def places(file: Path) -> Table:
-    """Return the places of the ranks."""
+def places(file: Path, *, live: bool = True) -> Table:
+    """Return the places of the ranks, as old as they are or, if not `live`, with their time."""
     rows = [
         (rank, *(f"{beat[key]}" for key in PLACE))
         for rank, beat in json.loads(text_of(file) or "{}").items()
     ]
     title = "Ranks: not known yet; titanlite's launcher writes their places"
     if rows:
-        title = f"Ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
+        seen = file.stat().st_mtime
+        since = f"{format_duration(time.time() - seen)} ago"
+        title = f"Ranks, {since if live else time.strftime('%F %T %z', time.localtime(seen))}"
     return Table("ranks", title, ("rank", *PLACE), rows)

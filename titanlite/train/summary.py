@@ -70,7 +70,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (*job.remarks, _rate_change(trainer.resume, config), compiling))]
+    remarks = (*job.remarks, _rate_change(trainer.resume, config), compiling)
+    return [*lines, *trainer.notes, *filter(None, remarks)]
 
 
 def _rate_change(resume: Resume, config: JobConfig) -> str:
@@ -123,7 +124,7 @@ def _describe_batch(trainer: Trainer) -> str:
     )
     as_data_parallel = batch.local * job.layout.world
     if training.global_batch_size == -1 and batch.total < as_data_parallel:
-        text += f"; as data parallel, these ranks would take {as_data_parallel:,}"
+        text += f" (with data parallelism instead, these ranks would take {as_data_parallel:,})"
     return text
 
 

@@ -166,12 +166,10 @@ class Trainer:
         context = Context(job, self.mesh, table, self.device, converters)
         self.report = Report(context, self.rank_info, self.log, flops)
         is_filled = self.resume.continues and not self.resume.exclude
-        self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
+        self.parts, self.notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         timeout = config.comm.init_timeout_seconds
         set_collective_timeout(timeout, excluded=self.checkpoints.group)
-        for note in notes:
-            self.log.info(note)
         blocks = job.spec.blocks
         self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
