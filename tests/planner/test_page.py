@@ -71,7 +71,8 @@ def assert_tables_say(page: str, plan: Plan) -> None:
         [row[key] for key in keys] for row in found["communication"]
     ]
     shown = {row[0]: row[6] for row in tables["communication"] if row[6] == row[6]}
-    assert shown == dict.fromkeys(shown, 0) | speed["exposed"]
+    dimensions = (row["dimension"] for row in found["communication"])
+    assert shown == dict.fromkeys(dimensions, 0) | speed["exposed"]
     rates = "seconds", "tokens_per_second_per_gpu", "mfu_percent", "days"
     assert [row[1:] for row in tables["speed"]] == [
         [speed[way][key] for way in ("bound", "estimate")] for key in rates

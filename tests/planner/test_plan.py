@@ -105,7 +105,10 @@ def test_the_tables_name_the_moment_the_links_and_the_days():
     (reduction,) = (line for line in text.splitlines() if "all-reduce" in line)
     assert "2 in a node" in reduction  # replicas are 4 ranks apart
     assert text.index("all-reduce") < text.index("all-gather"), "outer dimensions first"
-    assert "days" not in report(plan_of(50 * GIB))
+    plan = plan_of(50 * GIB)
+    assert "days" not in report(plan)
+    text = report(replace(plan, speed=replace(plan.speed, exposed={})))
+    assert len(re.findall(r"(?m)(gather|reduce) .* 0\.000$", text)) == 2, "nothing is exposed"
 
 
 def test_what_a_plan_of_compiled_blocks_assumes_is_named():
