@@ -161,10 +161,10 @@ class Trainer:
         self.model, table = prepared.model or build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
-        flops = flops_per_token(named, table, job.shape, config.training.seq_len)
+        flops = flops_per_token(named, table, job.shape, config.training.seq_len, job.spec.blocks)
         converters = prepared.converters or build_converters(job)
         context = Context(job, self.mesh, table, self.device, converters)
-        self.report = Report(context, self.rank_info, self.log, flops)
+        self.report = Report(context, self.rank_info, self.log, flops.total)
         is_filled = self.resume.continues and not self.resume.exclude
         self.parts, self.notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
