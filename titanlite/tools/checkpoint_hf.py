@@ -79,7 +79,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
-    with writing(target), progress_bar("tensors") as show:
+    with writing(target), progress_bar("tensors", "exporting: ") as show:
         _refuse_existing(str(target))
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
