@@ -187,8 +187,6 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
     is_known = here or (not assets and all(map(os.path.exists, folders)))
     if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
-        if not tokenizer.assets:
-            print_notice("no tokenizer is exported: the model's tokens are bytes")
         return tokenizer
     what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
     print_notice(f"no tokenizer is exported: {what}")
