@@ -354,14 +354,14 @@ class StreamLoader:
     def __init__(
         self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]
     ) -> None:
-        self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
+        self._stream, self._rank_slice, self.steps = stream, rank_slice, steps
         dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
         self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)
         self._exhausted = self._resume_exhausted = False
 
     def __iter__(self) -> Iterator[np.ndarray]:
         self._exhausted, self._resume_exhausted = self._resume_exhausted, False
-        return islice(self._batches(), self._steps)
+        return islice(self._batches(), self.steps)
 
     def _batches(self) -> Iterator[np.ndarray]:
         if not self._exhausted:

@@ -103,7 +103,7 @@ class Stopping:
                 file.write(self.reason.encode())
             if self.reason == CTRL_C:
                 say(
-                    "\ntitanlite: Ctrl-C: saving this step, then stopping; "
+                    "\ntitanlite: Ctrl-C: saving after the current step, then stopping; "
                     "Ctrl-C again, after a second, stops at once"
                 )
         if any(

@@ -116,7 +116,8 @@ class Terminal:
             while not self._done.wait(self._seconds):
                 self._show(show)
                 if record := self.last_record:
-                    eta = format_duration((self._steps - record["step"]) * record["step_seconds"])
+                    left = (self._steps - record["step"]) * record["step_seconds"]
+                    eta = format_duration(record.get("eta_seconds") or left)
                     loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
                     title = f"step {record['step']}/{self._steps}"
                     text = f"eta {eta}  loss {loss}"

@@ -18,7 +18,7 @@ from titanlite.launch.terminal import DONE, ENDED, NOTICES
 from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
-    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib".split(),
+    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib eta_seconds".split(),
     "validation_loss": ["step", "validation_loss"],
     "checkpoint_write_seconds": ["step", "checkpoint_blocked_seconds", "checkpoint_write_seconds"],
     "skipped": ["step", "skipped"],
@@ -31,7 +31,7 @@ TITLES = {
     "lr": "Learning rate",
     "tps": "Tokens per second per device",
 }
-NOT_ALWAYS = {"memory_gib": None}
+NOT_ALWAYS = {"memory_gib": None, "eta_seconds": None}
 """Fields that records of earlier versions lack."""
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " _.,-=+*#"
 

@@ -91,13 +91,15 @@ def state_of(record: Run) -> tuple[str, bool]:
     if not len(record.logged) or not steps:
         state = "starting" if len(record.logged) else "starting, no step logged yet"
         return f"{state}, {end}" if end else state, False
-    step, seconds = record.logged[["step", "step_seconds"]][-1]
+    step, seconds, eta = record.logged[["step", "step_seconds", "eta_seconds"]][-1]
     if has_stopped:  # its last step may not have been logged
         step = max(beat["step"] for beat in beats)
     if step >= steps and (record.is_done or has_stopped or not beats):
         return f"step {step:.0f} of {steps}, done", True
     doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
-    left = end or doing or f"eta {format_duration((steps - step) * seconds)}"
+    left = (
+        end or doing or f"eta {format_duration((steps - step) * seconds if np.isnan(eta) else eta)}"
+    )
     return f"step {step:.0f} of {steps}, {left}", False
 
 

@@ -53,6 +53,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
         "batch": _describe_batch(trainer),
         "data": _describe_data(trainer),
+        **({"validation": _describe_validation(trainer)} if config.validation.enable else {}),
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
         f"reduction {training.mixed_precision_reduce})",
@@ -70,8 +71,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    remarks = (*job.remarks, _rate_change(trainer.resume, config), compiling)
-    return [*lines, *trainer.notes, *filter(None, remarks)]
+    changes = _dear_validation(trainer), _rate_change(trainer.resume, config), compiling
+    return [*lines, *trainer.notes, *filter(None, (*job.remarks, *changes))]
 
 
 def _rate_change(resume: Resume, config: JobConfig) -> str:
@@ -141,6 +142,27 @@ def _describe_data(trainer: Trainer) -> str:
         some = f"{steps:,} step{'s' * (steps != 1)}" if steps else "less than a step"
         parts.append(f"{some} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
+
+
+def _describe_validation(trainer: Trainer) -> str:
+    cost, job = trainer.report.validation, trainer.job
+    freq = min(job.config.validation.freq, job.config.training.steps)
+    every = f"every {freq:,} steps" if freq > 1 else "after each step"
+    if not cost.batches:
+        return f"a stream to its end, {every}"
+    size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
+    share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
+    return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"
+
+
+def _dear_validation(trainer: Trainer) -> str:
+    cost = trainer.report.validation
+    if cost.tokens <= cost.between:
+        return ""
+    return (
+        f"one validation has {cost.tokens:,} tokens, the training between two {cost.between:,}: "
+        "set validation.steps to fewer batches, or raise validation.freq"
+    )
 
 
 def _describe_device(trainer: Trainer) -> str:

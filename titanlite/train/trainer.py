@@ -50,7 +50,7 @@ from titanlite.train.prepared import Prepared
 from titanlite.train.rank_facts import Facts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
-from titanlite.train.validate import validation_loss
+from titanlite.train.validate import Cost, validation_loss
 
 
 class Trainer:
@@ -146,10 +146,8 @@ class Trainer:
         config = self.job.config
         local = config.validation.local_batch_size
         rank_slice = replace(self.rank_slice, local=local, accumulation=1)
-        steps = None
-        if config.validation.steps != -1:
-            steps = math.ceil(config.validation.steps / rank_slice.ranks)
-        settings = config.training.dataloader
+        given, settings = config.validation.steps, config.training.dataloader
+        steps = None if given == -1 else math.ceil(given / rank_slice.ranks)
         self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
 
     def _build_model(self, prepared: Prepared) -> None:
@@ -165,6 +163,8 @@ class Trainer:
         converters = prepared.converters or build_converters(job)
         context = Context(job, self.mesh, table, self.device, converters)
         self.report = Report(context, self.rank_info, self.log, flops.total)
+        if config.validation.enable:
+            self.report.validation = Cost.of(job, self.validation_loader)
         is_filled = self.resume.continues and not self.resume.exclude
         self.parts, self.notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
@@ -334,7 +334,8 @@ class Trainer:
         """Log the loss on held-out data; return False if a request to stop came first."""
         should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
         with self.report.clock.paused("validation"):
-            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop)
+            show = self.report.begin_validation()
+            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop, show)
             if loss is None:
                 return False
             self.report.log_validation(self.step, loss)
