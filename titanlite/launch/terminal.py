@@ -73,7 +73,7 @@ class Terminal:
         self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
-        self._folder = next(iter(logs.values()), metrics).parent
+        self._folder = metrics.parent / "logs"
         self._known = {*known}
         self._unchanged = dict[str, None]()
         self._failed: set[int] = set()
