@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titanlite.errors import columns
-from titanlite.observe.console import colored, shortened
+from titanlite.observe.console import colored, shortened, timed, untimed
 from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
@@ -131,7 +131,7 @@ class Terminal:
             if not self._is_known(line):
                 show(line)
         for rank, follower in self._logs.items():
-            for line in follower.lines(last):
+            for line in map(untimed, follower.lines(last)):
                 if (
                     line == FAILED_MARK
                 ):  # the launcher prints the error of the rank that failed first
@@ -179,14 +179,14 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
     lines: set[str] = set()
     for path in files:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-            lines |= {*file.read(1 << 16).partition("\nstep:")[0].splitlines()}
+            lines |= {*untimed(file.read(1 << 16)).partition("\nstep:")[0].splitlines()}
     return lines
 
 
 def note(logs: Path, line: str) -> None:
     """Add a line to the launcher's own log."""
     with suppress(OSError), (logs / NOTICES).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+        file.write(f"{timed(line)}\n")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
