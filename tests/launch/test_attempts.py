@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from tests.messages import says
 from tests.runs import left_over
 from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
-from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
+from titanlite.errors import CUT_SHORT, GIVEN_UP, STOPPED, RunFailed
 from titanlite.fault.board import Unreachable
 from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
@@ -32,6 +33,7 @@ from titanlite.fault.stop import Stop, time_limit
 from titanlite.launch import node as node_module
 from titanlite.launch.attempts import Attempt, Attempts, _keep_logs, leaving, saved_since
 from titanlite.launch.failure import Exit
+from titanlite.launch.launcher import shown_here
 from titanlite.launch.node import Node
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
@@ -69,6 +71,24 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start
     assert (saving.load_step, saving.exclude_from_loading) == (-1, [])
     without_node_0 = attempts._begin(Decision(3, (1, 2)))
     assert without_node_0.ranks == range(2), "the ranks move up"
+
+
+def test_other_nodes_than_node_0_print_only_failures_of_their_own_ranks_and_why_they_end(
+    tmp_path, capsys
+):
+    def printed(node: int, code: int | None, own: range = range(0)) -> str:
+        attempts = Attempts(member(rank=node), job(TINY, world=2).given, tmp_path, lambda *_: DONE)
+        attempts._report(Verdict(code, "restart 1 of 3", LOST), tmp_path, own)
+        return capsys.readouterr().err
+
+    says(printed(0, None, range(1, 2)), "rank 0 on here", "restart 1 of 3")
+    says(own := printed(1, None, range(2)), "rank 0 on here")
+    assert "restart" not in own and printed(1, None, range(2, 4)) == ""
+    (line,) = printed(1, GIVEN_UP).splitlines()
+    says(line, "node 0", "SIGKILL")
+    attempt = Attempt(1, range(2, 4), 4, job(TINY, world=4).given)
+    assert [shown_here(ranks, attempt) for ranks in ({0}, {0, 3}, {9})] == [[], [3], []]
+    assert shown_here({9}, replace(attempt, ranks=range(2))) == [0], "which a restart has left"
 
 
 def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp_path):
@@ -159,6 +179,7 @@ def start(tmp_path) -> Iterator[Callable[..., Together]]:
         node._end_board()
 
 
+DONE = Ended()
 LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (SIGKILL)", "", known=False)
 FOLLOWED, FAILED = Ended(over=True), Ended(LOST, over=True)
 TWICE = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)

@@ -96,9 +96,9 @@ class Attempts:
             verdict = self._node.settle(self._work(attempt, self._poll))
             self._say_first_step(reached=verdict.code == 0)
             if verdict.code is not None:
-                self._report(verdict, self._folder / "logs")
+                self._report(verdict, self._folder / "logs", attempt.ranks)
                 return verdict
-            self._report(verdict, _keep_logs(self._folder, attempt))
+            self._report(verdict, _keep_logs(self._folder, attempt), attempt.ranks)
             for path in self._private.iterdir():
                 path.unlink()
             decision = self._node.meet()
@@ -120,9 +120,16 @@ class Attempts:
             self._node.attempt, range(first, first + processes), len(members) * processes, config
         )
 
-    def _report(self, verdict: Verdict, logs: Path) -> None:
-        """Print the first failure, the newest save, and the next attempt."""
+    def _report(self, verdict: Verdict, logs: Path, own: range = range(0)) -> None:
+        """Print the first failure, the newest save, and the next attempt; on other nodes than node
+        0 only a failure of their `own` ranks, and in one line what else has ended the run.
+        """
         failure = verdict.failure
+        if self._node.rank > 0 and (failure is None or failure.rank not in own):
+            if verdict.code and not verdict.early:
+                words = failure.words if failure else verdict.why
+                say(f"titanlite: node 0 has ended the run: {words}", sys.stderr)
+            return
         if failure:
             saved = ""
             if self._saves and verdict.code is not None:
@@ -131,7 +138,7 @@ class Attempts:
             if self._node.rank == 0:
                 who = f"rank {failure.rank}: " if failure.rank >= 0 else ""
                 note(logs, f"{ENDED}{who}{failure.words}")
-        if verdict.why:
+        if verdict.why and self._node.rank == 0:
             say(f"titanlite: {verdict.why}", sys.stderr)
 
     def _poll(self) -> None:

@@ -318,7 +318,7 @@ class Launch:
     def _open_terminal(self, attempt: Attempt) -> Terminal:
         from titanlite.launch.terminal import Terminal, known_facts
 
-        ranks = sorted(self.shown & {*attempt.ranks}) or attempt.ranks[:1]
+        ranks = shown_here(self.shown, attempt)
         logs = {rank: rank_log(self.folder, rank) for rank in ranks}
         archives = [archive / "logs" for archive in self.moved or ()]
         before = [self.folder / "logs" / f"attempt-{attempt.number - 1}", *archives]
@@ -333,10 +333,9 @@ class Launch:
             return _end_early(self.job, verdict.early)
         if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back() and self.moved:
             say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
-        if verdict.code == OK:
+        if verdict.code == OK and self.nodes.rank == 0:
             say(describe_end(self.job.config))
-            if self.nodes.rank == 0:
-                note(self.folder / "logs", f"{DONE}step {self.job.config.training.steps}")
+            note(self.folder / "logs", f"{DONE}step {self.job.config.training.steps}")
         assert verdict.code is not None
         return verdict.code
 
@@ -358,6 +357,14 @@ class Launch:
 
     def _put_back(self) -> bool:
         return _put_back(self.folder, self.moved or set())
+
+
+def shown_here(shown: set[int], attempt: Attempt) -> list[int]:
+    """Return the ranks of this node whose output is shown: of those of LOG_RANK, rank 0 after a
+    restart without any of them.
+    """
+    left = {rank for rank in shown if rank < attempt.world} or {0}
+    return sorted(left & {*attempt.ranks})
 
 
 def _end_early(job: Job, early: EarlyExit) -> int:

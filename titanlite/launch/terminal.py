@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titanlite.errors import columns
-from titanlite.observe.console import colored, shortened
+from titanlite.observe.console import colored, shortened, timed, untimed
 from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
@@ -73,7 +73,7 @@ class Terminal:
         self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
-        self._folder = next(iter(logs.values()), metrics).parent
+        self._folder = metrics.parent / "logs"
         self._known = {*known}
         self._unchanged = dict[str, None]()
         self._failed: set[int] = set()
@@ -132,7 +132,7 @@ class Terminal:
             if not self._is_known(line):
                 show(line)
         for rank, follower in self._logs.items():
-            for line in follower.lines(last):
+            for line in map(untimed, follower.lines(last)):
                 if (
                     line == FAILED_MARK
                 ):  # the launcher prints the error of the rank that failed first
@@ -180,7 +180,7 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
     lines: set[str] = set()
     for path in files:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-            lines |= {*file.read(1 << 16).partition("\nstep:")[0].splitlines()}
+            lines |= {*untimed(file.read(1 << 16)).partition("\nstep:")[0].splitlines()}
     return lines
 
 
@@ -188,7 +188,7 @@ def note(logs: Path, line: str) -> None:
     """Add a line to the launcher's own log."""
     path = logs / NOTICES
     with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
-        file.write(f"{line}\n")
+        file.write(f"{timed(line)}\n")
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -94,7 +94,8 @@ class JsonLines:
             key: None if value is None or not math.isfinite(value) else value
             for key, value in values.items()
         }
-        _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
+        record = {"step": step, **finite, "time": round(time.time(), 3)}
+        _append(self._file, (json.dumps(record) + "\n").encode())
 
 
 class TensorBoard:

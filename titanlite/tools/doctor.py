@@ -26,7 +26,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
 from titanlite.launch.nodes import prepare_imports, worker_environment
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import rank_log, untimed
 from titanlite.runtime.cluster import RankInfo, cores
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
@@ -92,7 +92,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             failure = first_failure(exits, folder, folder, socket.gethostname())
             if 0 in attempt.ranks:
                 log = rank_log(folder, 0).read_text(encoding="utf-8", errors="replace")
-                print(log.partition(FAILED_MARK)[0], end="", flush=True)
+                print(untimed(log.partition(FAILED_MARK)[0]), end="", flush=True)
             elif not failure and not reason:
                 print("titanlite: node 0 prints the result")
             return Ended(failure, over=bool(failure or reason))

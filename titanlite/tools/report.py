@@ -13,7 +13,7 @@ from titanlite.config.options import A_RUN, declare
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.layout import Layout
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import rank_log, untimed
 from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, text_of
@@ -79,7 +79,7 @@ def _sample(log: str) -> str:
 def _facts(record: Run) -> list[tuple[str, str]]:
     """Return the model, its machine and times: lines that rank 0 logged, and times."""
     started = re.findall('"started": "(.+)"', text_of(record.folder / ENVIRONMENT))
-    log = text_of(rank_log(record.folder, 0))
+    log = untimed(text_of(rank_log(record.folder, 0)))
     return [
         ("folder", record.name),
         ("state", state_of(record)[0]),

@@ -15,6 +15,7 @@ from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.launch.terminal import NOTICES
+from titanlite.observe.console import untimed
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
 from titanlite.runtime.rank_files import RANKS
@@ -105,7 +106,7 @@ def state_of(record: Run) -> tuple[str, bool]:
 
 def _last_notice(folder: Path) -> list[tuple[str, str]]:
     """Return the last line of the launcher's log."""
-    lines = text_of(folder / "logs" / NOTICES).splitlines()
+    lines = untimed(text_of(folder / "logs" / NOTICES)).splitlines()
     return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
 
 
