@@ -56,7 +56,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         html_table(Table("run", "", (), _facts(record))),
         html_table(progress([record])),
         pictures([record], "steps"),
-        _sample(text_of(rank_log(folder, 0))),
+        _sample(untimed(text_of(rank_log(folder, 0)))),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
         *map(html_table, tables),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
