@@ -111,8 +111,9 @@ def test_a_fingerprint_is_of_every_value_at_its_place_on_any_mesh(pool, monkeypa
     assert digest({"model.x": values}, None) == alone, "in blocks"
     for found in pool.run(digests_on_a_mesh, values, world=4):
         assert {each % 2**64 for each in found} == {alone % 2**64}
-    changed = [*(values.flip(dim) for dim in range(3)), values.clone()]
+    changed = [*(values.flip(dim) for dim in range(3)), values.clone(), values.clone()]
     changed[-1][4, 6, 2] *= -1
+    changed[-2][0, 0, 0] *= -1
     others = {digest({"model.x": each}, None) for each in changed}
     others.add(digest({"model.y": values}, None))
-    assert len({*others, alone}) == 6
+    assert len({*others, alone}) == 7
