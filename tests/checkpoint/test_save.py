@@ -447,6 +447,11 @@ def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tm
     assert [*(tmp_path / "0/checkpoint").iterdir()] == []
 
 
+def test_a_folder_in_which_nothing_can_be_written_is_named(begun, tmp_path):
+    (tmp_path / "checkpoint").touch()
+    says(begun(SAVING, tmp_path)["error"], f"checkpoint.folder {tmp_path}/checkpoint: nothing can")
+
+
 def heard(folder: str) -> tuple[int, list[int]]:
     """Save once; return the listings of the folder that is written, and how many ranks' values this
     rank got of what only rank 0 gathers.
