@@ -53,11 +53,22 @@ def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(tra
         assert len(found[name]) == 5 and found[name] == pytest.approx(found["alone"], rel=1e-12)
 
 
-def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(train, tuned, capsys):
+def test_a_base_is_named_found_where_it_was_moved_and_not_taken_for_other_weights(
+    train, begun, tuned, capsys
+):
     base, moved = tuned.with_name("base"), tuned.with_name("moved")
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
+    again = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint"]
+    says(begun(again, tuned.with_name("again"))["log"], f"reads the base from {named}: keep it")
+    for command in ("verify", "ls"):
+        assert cli.main(["checkpoint", command, str(tuned)]) == 0
+        says(capsys.readouterr().out, f"its base, {named}, is there")
+    assert cli.main(["checkpoint", "cp", str(tuned), str(tuned.with_name("copy"))]) == 0
+    says(capsys.readouterr().out, f"its base stays in {named}")
     base.rename(moved)
+    assert cli.main(["checkpoint", "verify", str(tuned)]) == 0
+    says(capsys.readouterr().out, f"its base, {named}, is NOT there")
     with refused(named, f"{base}/checkpoint"):
         load(tuned)
     with refused(named, f"{tuned.parent} has no {named.name}"):
