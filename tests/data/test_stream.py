@@ -178,6 +178,7 @@ def test_interrupted_streams_read_what_their_readers_read(folder, workers, ranks
 
 def test_a_state_of_other_ranks_workers_or_data_is_refused(folder):
     data = stream(folder)
+    assert replace(data, text_key="url").fingerprint != data.fingerprint
     loader = loader_of(data, workers=0, ranks=2)
     next(iter(loader))
     state = loader.state_dict()

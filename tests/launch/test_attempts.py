@@ -22,6 +22,7 @@ from tests.jobs import TINY, job, run_to_end
 from tests.launch.nodes import free_port
 from tests.messages import says
 from tests.runs import left_over
+from titanlite.checkpoint import status
 from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, GIVEN_UP, STOPPED, RunFailed
@@ -119,6 +120,19 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     says(fresh().source, f"{tmp_path}/checkpoint/step-2")
     found = saved_since(config)()
     assert (found.step, found.by_this_run) == (2, False)
+
+
+def test_a_resume_from_a_bucket_has_saved_nothing(tmp_path):
+    """So a restart before the first save keeps load_step and exclude_from_loading."""
+    bucket = ["--checkpoint.folder=s3://bucket/run", f"--job.dump_folder={tmp_path}"]
+    config = job([*SAVING, *bucket], world=1).config
+    status.note(config, 2)  # as a launcher does that has looked there
+    saved = saved_since(config)
+    for step in (2, 1):
+        status.note(config, step)  # as a resume or a rewind does
+        assert (saved().step, saved().by_this_run) == (step, False)
+    status.record(config, tmp_path / "bucket", 3)
+    assert (saved().step, saved().by_this_run) == (3, True)
 
 
 # ---------------------------------------------------------------- nodes

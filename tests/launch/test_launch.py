@@ -621,6 +621,12 @@ def test_a_dump_folder_where_none_can_be_made_is_refused_whatever_the_permission
             preflight._check_dump_folder(folder)
 
 
+def test_metrics_that_cannot_be_written_are_refused_before_a_worker_starts(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with refused(f'job.dump_folder = "{tmp_path}"', f"{tmp_path}/metrics.jsonl", "Is a directory"):
+        preflight._check_dump_folder(tmp_path)
+
+
 def test_a_mistake_of_the_user_and_ctrl_c_are_one_line_and_a_bug_is_raised(monkeypatch, capfd):
     def code_of(error: BaseException) -> int:
         def raise_it(arguments: object, overrides: list[str]) -> int:

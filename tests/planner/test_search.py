@@ -17,7 +17,7 @@ from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
-from titanlite.planner.bounds import Facts
+from titanlite.planner.bounds import FLOAT8, Facts
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
@@ -114,6 +114,14 @@ def test_limits_are_no_more_than_what_is_rehearsed_with_frozen_parts_and_split_a
     facts, ranks = Facts(given, H100), plan_ranks(given)
     assert facts.least_bytes(given) <= fullest(ranks).peak
     assert facts.least_seconds(given) <= speed_of_job(given, ranks, H100)[0].estimate
+
+
+def test_what_float8_needs_says_nothing_of_plans_without_it():
+    plain = llama("llama_8b.toml", 8)
+    float8 = changed(plain, {FLOAT8: True})
+    assert float8 and searching._needs_no_less(plain, plain)
+    assert not searching._needs_no_less(float8, plain)
+    assert not searching._needs_no_less(plain, float8)
 
 
 def test_short_sequences_are_split_as_given_or_not_at_all():

@@ -27,6 +27,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
+from titanlite.observe.run_folder import METRICS
 from titanlite.runtime.bucket import BucketError
 
 if TYPE_CHECKING:
@@ -231,6 +232,13 @@ def _check_dump_folder(folder: Path) -> None:
         # Of /proc the reason would be "No such file or directory".
         reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
         why = f"nothing can be written in {existing}{reason}"
+        raise UserError(f'job.dump_folder = "{folder}": {why}') from None
+    metrics = folder / METRICS
+    try:
+        if metrics.exists():
+            metrics.open("ab").close()
+    except OSError as error:
+        why = f"{metrics} cannot be written ({error.strerror})"
         raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
