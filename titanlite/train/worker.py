@@ -21,7 +21,9 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, print_notice, remedy
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
+from titanlite.observe import events
 from titanlite.observe.console import open_log
+from titanlite.observe.events import record_event
 from titanlite.observe.memory import REMEDY
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
@@ -160,12 +162,17 @@ def run(
         heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)
         heart.start()
         trainer = Trainer(job, rank, device, log, stop, prepared)
+        if rank.rank == 0:
+            if LAUNCHED not in environ:
+                record_event(folder, "start", attempt=1)
+            record_event(folder, "begin", mesh=str(job.layout), step=trainer.step)
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
-            stopped = f"\ntitanlite: {describe_stop(config, stop.left())}"
-            log.info(stopped if trainer.stopped else describe_end(config))
+            end = describe_stop(config, stop.left()) if trainer.stopped else ""
+            record_event(folder, "stop", how=events.STOPPED if end else events.DONE, why=end)
+            log.info(f"\ntitanlite: {end}" if end else describe_end(config))
         OWN_PAGE.enter("end")
     heart.end()
     return stop.leave() if trainer.stopped else OK
