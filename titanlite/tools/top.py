@@ -75,7 +75,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     events = f"{Table('events', 'Events', (), record.events())}"
     story, places_now = f"{starts(record.history, LAST_STARTS)}", f"{places(ranks)}"
     below = "\n\n".join([events, story, places_now])
-    if below.count("\n") > height - 4:
+    if not record.history or below.count("\n") > height - 4:
         below = f"{events}\n\n{places_now}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
