@@ -32,9 +32,15 @@ from titanlite.fault.inspection import RankProcess, inspect, process_state, wait
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
 from titanlite.launch import node as node_module
-from titanlite.launch.attempts import Attempt, Attempts, _keep_logs, leaving, saved_since
+from titanlite.launch.attempts import (
+    Attempt,
+    Attempts,
+    _keep_logs,
+    leaving,
+    saved_since,
+    shown_here,
+)
 from titanlite.launch.failure import Exit
-from titanlite.launch.launcher import shown_here
 from titanlite.launch.node import Node
 from titanlite.launch.nodes import Nodes
 from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping

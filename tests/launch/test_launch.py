@@ -44,6 +44,7 @@ from titanlite.launch import preflight
 from titanlite.launch.failure import Exit, first_failure
 from titanlite.launch.launcher import Launch, _end_early, _of_another_run, _put_back
 from titanlite.launch.stopping import CTRL_C
+from titanlite.observe.events import read_events
 from titanlite.runtime import lock
 from titanlite.runtime.page import EarlyExit
 from titanlite.runtime.rank_files import LAUNCHED, rank_file
@@ -85,7 +86,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
         "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 "
-        "step_seconds_p95 data_seconds memory_gib recompiles eta_seconds".split()
+        "step_seconds_p95 data_seconds memory_gib recompiles eta_seconds time".split()
     )
     assert lines[0]["mfu"] is None and lines[2].keys() == {"step", "validation_loss"}
     says(out, "2 processes", "NGPU", "fault.rejoin_seconds", "dp_shard 2", "--logdir")
@@ -437,6 +438,9 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_or_a_restart_with
     (previous,) = (folder / "previous").iterdir()
     moved = {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
     assert {path.name for path in previous.iterdir()} == moved
+    story = [each["event"] for each in read_events(folder)]
+    assert story == [*story[:3], "start", "begin", "stop"], "an earlier start's stay"
+    says(read_events(folder)[-1], "failed", "after step 2 of 3")
 
 
 @pytest.mark.long
@@ -467,6 +471,7 @@ def test_torchrun_can_start_workers(tmp_path):
     assert out.count("step:  3") == 1, "only LOG_RANK is shown"
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert [each["event"] for each in read_events(tmp_path)] == ["start", "begin", "stop"]
 
 
 @pytest.mark.long

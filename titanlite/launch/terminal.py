@@ -20,10 +20,6 @@ from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
 """The launcher's own log, with the plan."""
-ENDED = "ended: "
-"""Begins its last line, where a run ended before its last step."""
-DONE = "done: "
-"""Begins it where the run has reached its last step, and saved it."""
 _FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 

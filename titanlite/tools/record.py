@@ -8,13 +8,16 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import DONE, ENDED, NOTICES
+from titanlite.launch.terminal import NOTICES
+from titanlite.observe.events import DONE, read_events
 from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
@@ -49,6 +52,11 @@ class Run:
     saved: np.ndarray
     bad: np.ndarray
 
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """Its starts, restarts and stops."""
+        return read_events(self.folder)
+
     def values(self, key: str) -> np.ndarray:
         return (self.validated if key == "validation_loss" else self.logged)[key]
 
@@ -69,7 +77,7 @@ class Run:
     def events(self) -> list[tuple[str, str]]:
         """Return what the run planned, saved and suffered: names and texts."""
         logs = self.folder / "logs"
-        attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
+        restarts = sum(event["event"] == "restart" for event in self.history)
         memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
         planned = re.findall("planned peak ([^;\n]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
@@ -79,26 +87,25 @@ class Run:
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
         planned = f"planned {', '.join(planned)}" if planned else "no plan"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
-        ending = self.ending
+        ending = self.stop.get("why", "")
         return [
             ("memory", f"{measured}, {planned}"),
             ("saves", saves),
-            ("restarts", f"{max(attempts, default=0)} since the last start"),
+            ("restarts", f"{restarts} since the first start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.bad)}"),
             *[("end", ending)][: bool(ending)],
         ]
 
     @property
-    def ending(self) -> str:
-        """How the run ended before its last step, in the launcher's words."""
-        last = text_of(self.folder / "logs" / NOTICES).rpartition(ENDED)
-        return last[1] and last[2].strip()
+    def stop(self) -> dict[str, Any]:
+        """Its last event, where that is a stop: how and why."""
+        return next((event for event in self.history[-1:] if event["event"] == "stop"), {})
 
     @property
     def is_done(self) -> bool:
-        """Whether the launcher saw the run reach its last step, and save it."""
-        return f"\n{DONE}" in f"\n{text_of(self.folder / 'logs' / NOTICES)}"
+        """Whether its last step was reached, and saved."""
+        return self.stop.get("how") == DONE
 
 
 def text_of(file: Path) -> str:

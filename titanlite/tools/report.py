@@ -14,6 +14,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.layout import Layout
 from titanlite.observe.console import rank_log, untimed
+from titanlite.observe.events import starts
 from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, text_of
@@ -46,6 +47,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     changed = toml_differences(to_toml(JobConfig()), config)
     validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
     tables = [
+        *[starts(record.history)][: len(record.history)],  # none where nothing was recorded
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),

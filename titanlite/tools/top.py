@@ -16,6 +16,7 @@ from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.launch.terminal import NOTICES
 from titanlite.observe.console import untimed
+from titanlite.observe.events import starts
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
 from titanlite.runtime.rank_files import RANKS
@@ -24,6 +25,8 @@ from titanlite.tools.record import Run, chart, read_run, text_of
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
 """Since the launcher last wrote the places of the ranks, which it does every second or two."""
+LAST_STARTS = 5
+"""Those that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
 steps. Only files are read, so that another machine of the cluster will do, and a run that is \
@@ -59,7 +62,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     """Return a run as text as wide as the terminal, and whether it has reached its last step.
 
-    Curves that a terminal of this height has no room for are left out.
+    Starts and curves that a terminal of this height has no room for are left out.
     """
     record = read_run(dump)
     ranks = record.folder / "logs" / RANKS
@@ -69,7 +72,11 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
         values = record.values(key)
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
-    below = f"{Table('events', 'Events', (), record.events())}\n\n{places(ranks)}"
+    events = f"{Table('events', 'Events', (), record.events())}"
+    story, places_now = f"{starts(record.history, LAST_STARTS)}", f"{places(ranks)}"
+    below = "\n\n".join([events, story, places_now])
+    if not record.history or below.count("\n") > height - 4:
+        below = f"{events}\n\n{places_now}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
@@ -83,8 +90,8 @@ def state_of(record: Run) -> tuple[str, bool]:
     has_stopped = beats and all(beat["phase"] == "ended" for beat in beats)
     silent = time.time() - ranks.stat().st_mtime if beats else 0
     end = ""
-    if record.ending:
-        end = "ended"
+    if record.stop and not record.is_done:
+        end = record.stop["how"]
     elif has_stopped:
         end = "stopped"
     elif silent > SILENT_SECONDS:
