@@ -72,9 +72,6 @@ DOWNLOAD = """\
 def run() -> NoReturn:
     """Run the command as a process."""
     replace_unprintable()
-    if sys.argv[1:2] in (["generate"], ["evaluate"]):
-        # Threads that spin while they wait take the cores from each other beside another program.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = main(sys.argv[1:])
     if sys.argv[1:2] == [
         "train"

@@ -5,6 +5,8 @@ process without process groups.
 import math
 import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import titanlite
 from tests.checkpoint.test_load import flip
 from tests.data.assets import make_assets
 from tests.messages import says
-from tests.runs import records
+from tests.runs import environment, records
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.status import finished_message
 from titanlite.config.load import load, parse_command_line
@@ -57,6 +59,32 @@ def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path,
     assert tool(*words).splitlines()[:-1] == expected.splitlines()[:-1]
     for named in (saved / "config.toml", saved / "checkpoint/step-3/config.toml"):
         says(tool("generate --checkpoint", named, code=2), f"{named} is a file")
+
+
+def test_a_small_model_has_one_thread_unless_the_user_gave_another_number(saved, tool, monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        for given, expected in (("2", 2), (None, 1)):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if given:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            torch.set_num_threads(2)
+            tool("generate", saved, "--tokens=1")
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("code", ["load", "generate"])
+def test_threads_wait_without_spinning_where_a_saved_model_runs(saved, code):
+    """OpenMP reads how they wait when torch is imported."""
+    words = ["-c", f"import titanlite; titanlite.load({str(saved)!r})"]
+    if code == "generate":
+        words = ["-m", "titanlite", "generate", str(saved), "--tokens=1"]
+    environ = environment(OMP_DISPLAY_ENV="verbose")
+    environ.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True)
+    says(done.stderr, "GOMP_SPINCOUNT = '0'")
 
 
 def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(

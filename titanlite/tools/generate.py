@@ -2,6 +2,7 @@
 groups.
 """
 
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from titanlite.errors import UserError, print_notice
 from titanlite.runtime import store
 from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
+SMALL = 10_000_000
+"""Parameters of a model below which more threads wait longer than they compute."""
 _KEYS = {
     "prompt": "generate.prompt",
     "tokens": "generate.tokens",
@@ -73,7 +76,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         settings = settings.model_copy(update={"prompt": text})
     if count > 1 and settings.temperature == 0:
         raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
-    forward = Forward([load_model(job, folder, device)], device)  # verifies the folder
+    model = load_model(job, folder, device)  # verifies the folder
+    _limit_threads(model)
+    forward = Forward([model], device)
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
     print_notice(f"{folder}, temperature {settings.temperature:g}, seed {first_seed}")
@@ -85,6 +90,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         text = generate(forward, tokenizer, settings, job.positions, seed, narrow, show)
         print(text[show.shown :])
     return 0
+
+
+def _limit_threads(model: Any) -> None:
+    """Compute a small model in one thread: of a token there is too little to share."""
+    import torch
+
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if "OMP_NUM_THREADS" not in os.environ and size < SMALL:
+        torch.set_num_threads(1)
 
 
 class Show:

@@ -70,14 +70,14 @@ def load(
     checkpoint: str | os.PathLike[str], *overrides: str, package: str = ""
 ) -> tuple[torch.nn.Module, Tokenizer | None]:
     """Return the model and the tokenizer of `titanlite.load`."""
-    import torch
-
     from titanlite.data.tokenizer import open_tokenizer
 
     job, folder = saved_job(
         place(os.fspath(checkpoint)),
         [*overrides, *[f"--model.package={package}"] * bool(package)],
     )
+    import torch
+
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
@@ -85,6 +85,8 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
     one is named.
     """
+    # Before torch is imported: threads that spin while they wait take the cores from others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
