@@ -90,6 +90,7 @@ def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
     assert fits.startswith("It fits") and "may not" in does_not
     assert "flushes" in fits and "flushes" in does_not
     says(report(plan_of(50 * GIB)), "66.00 GiB")
+    assert "flushes" not in report(plan_of(200 * GIB)), "it does not fit at all"
 
 
 def test_the_tables_name_the_moment_the_links_and_the_days():

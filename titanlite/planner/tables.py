@@ -35,9 +35,9 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"{'It fits' if plan.fits else 'It does not fit'}: a step needs "
         f"{plan.recording.peak / GIB:.2f} GiB, "
         f"in {plan.recording.moment}; "
-        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}\n"
-        f"{roomy} without flushes of torch's cache, "
-        f"for which its allocator needs up to {plan.without_flushes / GIB:.2f} GiB",
+        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}"
+        + f"\n{roomy} without flushes of torch's cache, "
+        f"for which its allocator needs up to {plan.without_flushes / GIB:.2f} GiB" * plan.fits,
     )
 
 
