@@ -130,7 +130,7 @@ def _command(name: str) -> Any:
     if name == "download":
         raise UserError(DOWNLOAD)
     if name not in COMMANDS:
-        close = nearest(name, COMMANDS)
+        close = nearest(name, [*COMMANDS, "help"])
         hint = f"did you mean '{close}'?" if close else f"commands are: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command '{name}'; {hint}")
     return importlib.import_module(COMMANDS[name][0])

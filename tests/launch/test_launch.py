@@ -549,6 +549,7 @@ def test_a_closed_pipe_ends_a_command_quietly():
     ("line", "names"),
     [
         ("trian", "'trian'; did you mean 'train'?"),
+        ("hlep", "did you mean 'help'?"),
         ("zzz", "'zzz'; commands are: train, config"),
         ("download gpt2", 'hf download REPO --include "tokenizer*" --local-dir DIR'),
         ("data perpare", "'perpare'; did you mean 'prepare'?"),

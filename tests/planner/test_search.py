@@ -213,5 +213,4 @@ def test_changes_are_rehearsed_and_fit():
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), H100)
     worlds = [change.option.partition("--world ")[2] for change in found]
-    assert worlds == ["2", "4", "8"]
-    assert found[0].peak > found[1].peak > found[2].peak
+    assert worlds == ["2"]

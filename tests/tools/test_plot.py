@@ -193,13 +193,14 @@ def test_a_terminal_has_the_losses_of_every_run_without_matplotlib(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write(Path("falls"), [record(s, 5 - s / 20) for s in range(1, 81)])
-    write(Path("rises"), [record(s, math.inf if s < 9 else s / 20) for s in range(1, 81)])
+    write(Path("rises"), [record(s, math.inf if s < 9 else s / 20) for s in range(1, 41)])
     write(Path("nowhere"), NOTHING[1:])
     table, charts = tool("plot falls rises nowhere --text").split("\n\n")
     says(table, "1.00000", "nan")
     falls, rises, nowhere = charts.splitlines()
-    assert re.fullmatch("falls  +█+▇.*▂▁+", falls) and re.fullmatch("rises +▁+▂.*▇█+", rises)
+    assert re.fullmatch("falls  +█+▇.*▂+", falls) and re.fullmatch("rises +▁+▂.*▃+", rises)
     assert len(falls) == width and nowhere.strip() == "nowhere"
+    assert abs(len(rises) - 9 - (width - 9) / 2) <= 1, "half as many steps, on the same scale"
     assert not list(tmp_path.glob("*.html"))
     # In a narrow one the values of a run are lines.
     table = tool("plot falls --text")

@@ -17,7 +17,14 @@ from titanlite.config.config_json import read_flavor
 from titanlite.config.legal import choices, legal, lists_words
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, NOT_DONE, OTHER_NAMES, RENAMED, foreign
+from titanlite.config.torchtitan import (
+    DIFFERENT,
+    FLOAT8_CONVERTERS,
+    NOT_DONE,
+    OTHER_NAMES,
+    RENAMED,
+    foreign,
+)
 from titanlite.errors import UserError, nearest
 
 DEFAULT_CONFIG = "debug.toml"
@@ -85,6 +92,8 @@ class CommandLine:
     repeated: list[str] = field(default_factory=list)
     """Keys that were given more than once: the last value counts."""
     faults: list[ConfigFault] = field(default_factory=list)
+    old_spelling: bool = False
+    """Whether TorchTitan's option named the file."""
 
     def put(self, key: str, value: Any) -> None:
         if self.overrides.get(key, value) != value and key not in self.repeated:
@@ -122,6 +131,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             if "" in (values or [""]):
                 line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
             line.files += filter(None, values)
+            line.old_spelling |= name != "config"
         elif "." not in name:
             hint = _keys_named(name)
             line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
@@ -258,6 +268,11 @@ def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
     if tuning := [key for key in tree if (found := foreign(key)) and found.off is None]:
         why = "keys for features that titanlite does not have"
         lines.append(f"no effect, TorchTitan's {why}: {', '.join(tuning)}")
+    is_titans = line.old_spelling or any(map(foreign, tree))
+    flavor = tree.get("model.flavor", Entry("", ""))
+    is_own = flavor.origin in shipped_configs()
+    if is_titans and not is_own and str(flavor.value).startswith("debugmodel"):
+        lines.append(f"model.flavor: {DIFFERENT['model.flavor']}")
     return lines
 
 

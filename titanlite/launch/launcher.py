@@ -120,6 +120,8 @@ def _sweep(argv: list[str], settings: list[str]) -> int:
 
 
 def _check_and_run(argv: list[str]) -> int:
+    # Before torch is imported, or a profiler prints what looks like errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     environ = dict(os.environ)
     loaded = load(parse_command_line(argv, environ))
     job, nodes, device, processes = find_job(loaded, environ)

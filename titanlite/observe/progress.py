@@ -1,5 +1,6 @@
 """How far a long command is, on stderr: a bar in a terminal, elsewhere a line every ten seconds."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,24 @@ def progress_bar(unit: str, title: str = "") -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, description=line)
 
         yield show
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say every ten seconds for how long this has taken: for work whose length is unknown."""
+    began, over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(LINE_SECONDS):
+            print_notice(f"{what}, {format_duration(time.monotonic() - began)} so far")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def describe(done: int, total: int, added: int, seconds: float, unit: str) -> str:

@@ -227,18 +227,18 @@ def _rm(arguments: Namespace) -> int:
             of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
             if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
                 raise UserError(f"{root} would have no {what} left; --force removes them anyway")
-    for folder in folders:
+    for given, folder in zip(arguments.step_folder, folders, strict=True):
         if arguments.dry_run:
-            print(f"would remove {folder}")
+            print(f"would remove {given}")
             continue
         if is_remote(folder):
             transfer.remove(folder)
-            print(f"removed {folder}")
+            print(f"removed {given}")
             continue
         hold_run(folder)
         delete(folder)
         point_latest(folder.parent, latest_complete(folder.parent))
-        print(f"removed {folder}")
+        print(f"removed {given}")
     return 0
 
 

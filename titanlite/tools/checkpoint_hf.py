@@ -12,7 +12,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import CONFIG, CorruptCheckpoint, Manifest, committed
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    FOREIGN,
+    CorruptCheckpoint,
+    Manifest,
+    committed,
+    is_foreign,
+)
 from titanlite.checkpoint.resume import saved_model
 from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
@@ -205,6 +212,8 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     source, target = arguments.hf_folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
+    if is_foreign(source):
+        raise UserError(f"{source}: {FOREIGN}")
     read_config(source)  # without one the error would name model.flavor
     config = load_valid(
         parse_command_line(_of_folder(source, [*overrides], os.environ), os.environ)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
+import shutil
 import socket
 import sys
 import tempfile
@@ -126,7 +128,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
         heart.start()
         revision = git_revision() if rank.local_rank == 0 else None
-        machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
+        machine = f"{cores()} cores, {format_bytes(machine_bytes())}, {pressure()}"
         facts = gather_on_rank_0(facts_of(job, rank, device, revision, machine))
         if rank.rank == 0:
             build = torch.__config__.show().strip().splitlines()
@@ -145,6 +147,15 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         if rank.rank == 0:
             print(f"mesh       {job.layout}", *lines, sep="\n")
     heart.end()
+
+
+def pressure() -> str:
+    """Return what slows or stops ranks: the machine's load, its shared memory, its open files."""
+    parts = [f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} CPUs"]
+    if os.path.isdir("/dev/shm"):
+        parts.append(f"{format_bytes(shutil.disk_usage('/dev/shm').free)} free in /dev/shm")
+    parts.append(f"ulimit -n {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}")
+    return ", ".join(parts)
 
 
 def facts_table(facts: Sequence[Facts]) -> str:

@@ -58,9 +58,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         print(by_key[1])
         return 0
     if arguments.text:
-        width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
-        rows = [(run.name, chart(run.logged["loss"], width)) for run in runs]
-        print(summarize(runs), format_table(rows, align="<>"), sep="\n\n")
+        print(summarize(runs), format_table(_charts(runs)), sep="\n\n")
         return 0
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
@@ -78,6 +76,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--out {out} can't be written: {error.strerror}") from error
     print(f"{table}\nwrote {out}")
     return 0
+
+
+def _charts(runs: list[Run]) -> list[tuple[str, str]]:
+    """Return the losses as lines of blocks on one scale, as long as the runs are."""
+    width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
+    longest = max(run.logged["step"][-1] for run in runs)
+    losses = np.concatenate([run.logged["loss"] for run in runs])
+    ends = np.fmin.reduce(losses), np.fmax.reduce(losses)
+    lengths = [max(1, round(width * run.logged["step"][-1] / longest)) for run in runs]
+    return [
+        (run.name, chart(run.logged["loss"], length, ends))
+        for run, length in zip(runs, lengths, strict=True)
+    ]
 
 
 def pictures(runs: list[Run], x_axis: str) -> str:

@@ -49,8 +49,6 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"titanlite: a profile takes {steps} steps, the last {TRACED} of them traced; "
         "without validation, checkpoints and a sample"
     )
-    # Or the profiler prints when it starts and stops.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if code := launcher.run(arguments, [*overrides, *profiled]):
         return code
     if find_nodes(os.environ).rank > 0:

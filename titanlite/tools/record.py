@@ -159,11 +159,11 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return means
 
 
-def chart(values: np.ndarray, width: int) -> str:
-    """Return a line of blocks as high as the values, empty where one is not finite; a terminal
-    without blocks has other characters.
+def chart(values: np.ndarray, width: int, ends: tuple[float, float] | None = None) -> str:
+    """Return a line of blocks as high as the values, between the lowest and the highest or `ends`,
+    empty where one is not finite; a terminal without blocks has other characters.
     """
     blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
-    levels = np.interp(means, (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
+    levels = np.interp(means, ends or (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
     return "".join(blocks[round(level)] for level in np.nan_to_num(levels))
