@@ -53,4 +53,4 @@ def starts(events: list[dict[str, Any]], most: int = 1000) -> Table:
     if runs:
         rows[-1][2] = "" if rows[-1][1] else "starting"
     told = [(at, "; ".join(filter(None, story))) for at, *story in rows[-most:]]
-    return Table("starts", "Starts" if told else "Starts: none recorded", HEADER, told)
+    return Table("starts", "Starts", HEADER, told)

@@ -49,7 +49,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     changed = toml_differences(to_toml(JobConfig()), config)
     validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
     tables = [
-        starts(record.history),
+        *[starts(record.history)][: len(record.history)],  # none where nothing was recorded
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),

@@ -25,7 +25,7 @@ from titanlite.tools.record import Run, chart, read_run, text_of
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
 """Since the launcher last wrote the places of the ranks, which it does every second or two."""
-LAST_STARTS = 5
+LAST_STARTS = 6
 """Those that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
@@ -75,7 +75,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     events = f"{Table('events', 'Events', (), record.events())}"
     story, places_now = f"{starts(record.history, LAST_STARTS)}", f"{places(ranks)}"
     below = "\n\n".join([events, story, places_now])
-    if below.count("\n") > height - 4:
+    if not record.history or below.count("\n") > height - 4:
         below = f"{events}\n\n{places_now}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
