@@ -47,6 +47,7 @@ def run(tmp_path) -> Path:
     record_event(folder, "start", attempt=1)
     record_event(folder, "start", attempt=1)  # the machine had lost its power
     record_event(folder, "stop", how=FAILED, why="no space left")
+    record_event(folder, "stop", how=FAILED, why="only 1 of 2 nodes")  # before a start
     for attempt in (1, 2):
         record_event(folder, "start", attempt=attempt)
         record_event(folder, "begin", mesh="dp_shard 2", step=5 * attempt)
@@ -80,6 +81,7 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(run,
         r"  time \(UTC\) +start and end",
         rf"{AT}end not recorded: .*",
         rf"{AT}no space left",
+        rf"{AT}only 1 of 2 nodes",
         rf"{AT}dp_shard 2 from step 5; rank 1 on b: SIGKILL; .*",
         rf"{AT}starting",
         r"  hangs +1 .*",

@@ -25,7 +25,7 @@ from titanlite.tools.record import Run, chart, read_run, text_of
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
 """Since the launcher last wrote the places of the ranks, which it does every second or two."""
-LAST_STARTS = 5
+LAST_STARTS = 6
 """Those that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
