@@ -86,11 +86,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
         "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 "
-<<<<<<< HEAD
         "step_seconds_p95 data_seconds memory_gib recompiles eta_seconds time".split()
-=======
-        "step_seconds_p95 data_seconds memory_gib recompiles time".split()
->>>>>>> h2
     )
     assert lines[0]["mfu"] is None and lines[2].keys() == {"step", "validation_loss", "time"}
     says(out, "2 processes", "NGPU", "fault.rejoin_seconds", "dp_shard 2", "--logdir")
