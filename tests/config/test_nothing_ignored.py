@@ -19,7 +19,7 @@ from titanlite.config.schema import KEYS
 from titanlite.train.summary import describe_start
 
 TIMES = {"tps", "tflops", "mfu", "step_seconds", "data_seconds", "memory_gib"}
-TIMES |= {"step_seconds_p50", "step_seconds_p95", "eta_seconds"}
+TIMES |= {"step_seconds_p50", "step_seconds_p95", "eta_seconds", "time"}
 TIMES |= {f"checkpoint_{what}_seconds" for what in ("blocked", "staging", "write")}
 
 

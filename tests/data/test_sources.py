@@ -86,7 +86,7 @@ def test_text_whose_file_name_is_not_utf8_is_read(tmp_path, assets):
     note(tmp_path / "logs", f"cannot read {stem}")
     open_log(tmp_path, 0, launched=False, shown=False).info(f"cannot read {stem}")
     for log in ("launcher.log", "rank-0.log"):
-        assert (tmp_path / "logs" / log).read_text() == "cannot read caf?\n"
+        assert (tmp_path / "logs" / log).read_text().endswith(" cannot read caf?\n")
 
 
 def test_text_is_tokenized_once_into_a_cache_and_again_when_it_changes(texts, assets):

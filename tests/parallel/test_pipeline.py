@@ -275,7 +275,7 @@ def test_a_run_starts_with_the_numbers_of_the_whole_model(pool, tmp_path):
     for name in ("model", "compute", "optimizer"):
         assert {found[name] for found in ranks} == {alone[name]}
     assert ranks[0]["memory"] == ranks[1]["memory"] != alone["memory"]
-    assert ranks[0]["batch"].endswith("would take 4") and "would take" not in alone["batch"]
+    assert ranks[0]["batch"].endswith("would take 4)") and "would take" not in alone["batch"]
 
 
 @pytest.mark.long

@@ -148,7 +148,7 @@ class Board(threading.Thread):
         self._lock = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._lost_at = 0.0
-        self._is_open = False
+        self._is_open = self._is_last = False
         self.decision = Decision()
         self.statuses: dict[int, Status] = {}
         """Of all that came; for number 0."""
@@ -174,17 +174,18 @@ class Board(threading.Thread):
             self.own = replace(self.own, **changes)  # type: ignore[arg-type]
         self._wake.set()
 
-    def end(self) -> None:
-        """End the thread after one more exchange, and wait for it: torch aborts a process that
-        exits meanwhile.
+    def end(self, **changes: object) -> None:
+        """Change the own status, end the thread after the exchange that shows it, and wait for it:
+        torch aborts a process that exits meanwhile.
         """
-        self._ended.set()
+        with self._lock:  # or another exchange might follow, which node 0 need not wait for
+            self.own = replace(self.own, **changes)  # type: ignore[arg-type]
+            self._ended.set()
         self._wake.set()
         self.join(2 * ANSWER_SECONDS)
 
     def run(self) -> None:
         while True:
-            is_last = self._ended.is_set()
             self._wake.clear()
             began = time.monotonic()
             try:
@@ -196,7 +197,7 @@ class Board(threading.Thread):
             except BaseException as error:  # whoever waits for a decision raises it
                 self.crash = error
                 return
-            if is_last:
+            if self._is_last:
                 return
             waiting = min(self._interval, WAITING_SECONDS * self._count)
             self._wake.wait(waiting if self.is_waiting else self._interval)
@@ -205,6 +206,7 @@ class Board(threading.Thread):
         """Put the own status, read the decision; number 0 makes it."""
         with self._lock:
             own = self.own = replace(self.own, count=self.own.count + 1)
+            self._is_last = self._ended.is_set()
         own = self._look(own)
         if self.decision.hangs and own.found is None:
             found = self._inspect()

@@ -279,14 +279,17 @@ class Node:
             self._leave()
 
     def _leave(self) -> None:
-        """Leave when the others have read the decision: their store ends with node 0."""
+        """Leave with the decision: node 0, whose store ends with it, after the others, who show it
+        by their last exchange.
+        """
         board, exchanges = self._board, self._board.exchanges
-        board.put(left=True)
+        if self._decider:
+            board.put(left=True)
         with suppress(RunFailed, TimeoutError):
             self._wait(lambda decision: board.exchanges > exchanges + 1, OVER_SECONDS)
             self._wait(lambda decision: self._are_others_gone(), LEAVE_SECONDS)
         self._keep_beats()
-        board.end()
+        board.end(left=True)
 
     def _are_others_gone(self) -> bool:
         if self._decider is None:
