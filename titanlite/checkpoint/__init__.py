@@ -1,5 +1,4 @@
-"""Holds checkpoints: saving, committing, verifying, loading and resuming.
-
-The folder hf exchanges weights with Hugging Face. May import parallel, data, observe, runtime,
-config, registry, layout and errors; not train, optim or above. Never unpickles a file or writes
-into a committed folder; only runtime/store.py and safetensors open files."""
+"""Holds checkpoints: saving, committing, verifying, loading and resuming; in hf and torchtitan the
+exchange with others. May import parallel, data, observe, runtime, config, registry, layout and
+errors; not train, optim or above. Never unpickles a file except for torch's .metadata, or writes
+into a committed folder; only runtime/store.py, safetensors and torch's DCP open files."""

@@ -47,7 +47,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     if named:
         return named
     is_whole = resume.continues or resume.exclude or not folder.settings.enable
-    if is_whole or not job.config.lora.rank or not resume.folder:
+    if is_whole or resume.foreign or not job.config.lora.rank or not resume.folder:
         return None
     start = resume.folder if is_remote(resume.folder) else os.path.abspath(resume.folder)
     return Base(str(start), _shown(digest(state.frozen(), folder.group)))

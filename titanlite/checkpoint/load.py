@@ -1,15 +1,16 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
 tensor is changed.
 
-Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True); their
-.metadata, a pickle, is never opened.
+Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True).
 """
 
 import io
 import logging
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +48,8 @@ from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
+_FLOAT = re.compile("^(b?float(16|32|64))")
+
 
 def latest_verified(
     root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
@@ -80,10 +83,15 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
     )
 
 
+def newest(path: Path, group: dist.ProcessGroup) -> Path:
+    """Return the newest checkpoint in a folder of them or of a run, or the place itself."""
+    found = str(newest_of(path)) if rank_in(group) == 0 else ""
+    return place(gather_objects(found, group)[0])
+
+
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
-    found = str(newest_of(path)) if rank_in(group) == 0 else ""
-    folder = place(gather_objects(found, group)[0])
+    folder = newest(path, group)
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 
@@ -137,7 +145,7 @@ def _verify(
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
     """Load a checkpoint into the live tensors, all of it or nothing."""
-    manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
+    manifest, folder, exclude = resume.foreign or resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
     tensors = state.chosen(not resume.continues, manifest.base is None)
     saved = {
@@ -151,6 +159,11 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
     check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
+    if resume.foreign and not resume.continues:  # which casts weights as it reads them
+        saved, wanted = (
+            {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
+            for side in (saved, wanted)
+        )
     if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
@@ -167,7 +180,12 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
             f"{some_of(found)}"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}
-    read(folder, manifest, tensors, group)
+    if resume.foreign:
+        fill = partial(resume.foreign.fill, tensors)
+        run_on_all_ranks(group, f"reading {folder}", fill, UserError)
+    else:
+        assert resume.manifest
+        read(folder, resume.manifest, tensors, group)
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 

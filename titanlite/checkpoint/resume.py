@@ -23,6 +23,7 @@ from titanlite.registry import ModelSpec
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
+    from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 
 DATA = "data"
 """Stands for the position in the data in checkpoint.exclude_from_loading."""
@@ -42,6 +43,7 @@ class Resume:
     manifest: Manifest | None = None
     """Of a checkpoint."""
     hf: "HuggingFaceFolder | None" = None
+    foreign: "TorchTitanCheckpoint | None" = None
     continues: bool = False
     """Load the whole state and continue at `position`; otherwise load only weights, for step 0."""
     position: Position = Position()
@@ -58,7 +60,7 @@ class Resume:
 
     @property
     def seed(self) -> int | None:
-        return self.position.seed if self.continues else None
+        return self.position.seed if self.continues and not self.foreign else None
 
     @property
     def consumed(self) -> int:
@@ -67,7 +69,7 @@ class Resume:
 
     def check_data(self, seed: int, fingerprint: str) -> None:
         """Refuse to continue in other data, or in another order of it."""
-        if not self.continues or excluded(DATA, self.exclude):
+        if not self.continues or self.foreign or excluded(DATA, self.exclude):
             return
         saved = self.position
         start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
@@ -96,6 +98,8 @@ class Resume:
         """Return lines for the log: differences of this run from the saved one."""
         if not self.continues or self.folder is None:
             return []
+        if self.foreign:
+            return [self._of_another_program()]
         before = read_document(self.folder, CONFIG).decode()
         changed = toml_differences(before, to_toml(job.given))
         shown = ", ".join(
@@ -133,6 +137,15 @@ class Resume:
                 "dropout masks will differ: mesh, stages, batch size or split of sequences changed"
             )
         return lines
+
+    def _of_another_program(self) -> str:
+        """Return the line about what could not come over."""
+        return (
+            "what TorchTitan's checkpoint cannot bring: the position in the data, which each of "
+            "its ranks has in an order of its own, and the config. Data begins at sample "
+            f"{self.consumed:,} (step x global batch) of titanlite's order, a stream at its "
+            "beginning; the model's fields and the optimizer's settings are this config's"
+        )
 
 
 def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
     faults,
+    is_foreign,
     read_manifest,
     step_folder,
 )
@@ -253,9 +254,21 @@ def _check_start(job: Job) -> None:
         except UserError as error:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
-        _require_complete(
-            "checkpoint.initial_load_path", newest_of(path), not settings.initial_load_model_only
-        )
+        resumable, newest = not settings.initial_load_model_only, newest_of(path)
+        if is_foreign(newest):
+            _open_foreign(job, newest, resumable)
+        else:
+            _require_complete("checkpoint.initial_load_path", newest, resumable)
+
+
+def _open_foreign(job: Job, path: Path, resumable: bool) -> None:
+    from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
+
+    try:
+        found = TorchTitanCheckpoint(path, job.spec, job.model)
+        _ = resumable and found.progress
+    except UserError as error:
+        raise UserError(f"checkpoint.initial_load_path: {error}") from None
 
 
 def _check_bucket(config: JobConfig) -> None:

@@ -298,9 +298,10 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {
             "FOLDER": _PLACE,
             "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
-            "--format hf|safetensors|peft": (
+            "--format hf|safetensors|peft|torchtitan|dcp": (
                 "hf: for transformers, with adapters added (default); safetensors: the tensors as "
-                "the checkpoint names them; peft: the adapters alone, for peft",
+                "the checkpoint names them; peft: the adapters alone, for peft; torchtitan: a "
+                "checkpoint that TorchTitan 0.2.2 resumes; dcp: the same tensors alone",
                 str,
                 "hf",
             ),

@@ -12,8 +12,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import CONFIG, CorruptCheckpoint, Manifest, committed
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    FOREIGN,
+    CorruptCheckpoint,
+    Manifest,
+    committed,
+    is_foreign,
+)
 from titanlite.checkpoint.resume import saved_model
+from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
@@ -25,6 +33,7 @@ from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
 from titanlite.runtime import hub, store
 from titanlite.runtime.bucket import is_remote
+from titanlite.tools.checkpoint_torchtitan import export_dcp
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
@@ -88,6 +97,11 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             write_export(target, tensors, documents, _counted(read, len(tensors), show))
             if manifest.base:
                 print_notice(f"the adapters alone; their base is {manifest.base.folder}")
+        elif arguments.format in ("torchtitan", "dcp"):
+            names = Names(*_model(folder, config, arguments.package))
+            whole = arguments.format == "torchtitan"
+            fetch = _counted(read, len(manifest.tensors), show, "")
+            export_dcp(folder, manifest, target, config, names, fetch, whole)
         else:
             spec, flavor = _model(folder, config, arguments.package)
             translation = _translation(folder, manifest, spec, flavor)
@@ -113,7 +127,7 @@ def _refuse_existing(out: str) -> None:
 
 
 def _counted(
-    read: Callable[[str], torch.Tensor], total: int, show: Progress
+    read: Callable[[str], torch.Tensor], total: int, show: Progress, prefix: str = "model."
 ) -> Callable[..., torch.Tensor]:
     """Return a function that fetches a parameter, and shows how many are fetched."""
     fetched = set[str]()
@@ -121,7 +135,7 @@ def _counted(
     def fetch(name: str, owner: int = 0) -> torch.Tensor:
         fetched.add(name)
         show(len(fetched), total)
-        return read(f"model.{name}")
+        return read(f"{prefix}{name}")
 
     return fetch
 
@@ -207,6 +221,8 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     source, target = arguments.hf_folder, arguments.out
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
+    if is_foreign(source):
+        raise UserError(f"{source}: {FOREIGN.format(source)}")
     read_config(source)  # without one the error would name model.flavor
     config = load_valid(
         parse_command_line(_of_folder(source, [*overrides], os.environ), os.environ)

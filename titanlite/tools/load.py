@@ -144,7 +144,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     folders = checkpoints_of(path)
     newest = [path, *folders][-1]
     if is_foreign(newest):
-        raise UserError(f"{newest}: {FOREIGN}")
+        raise UserError(f"{newest}: {FOREIGN.format(newest)}")
     if not folders:
         raise UserError(_why_none(path))
     return folders
