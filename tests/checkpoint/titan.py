@@ -27,8 +27,9 @@ EXPERTS = {"num_experts": 4, "num_shared_experts": 0, "top_k": 2, "score_func": 
 EXPERTS |= {"route_norm": True, "score_before_experts": False, "use_grouped_mm": False}
 COMMON = f"""--model.flavor=tiny --training.steps=20 --training.seq_len=32
     --training.global_batch_size=8 --training.local_batch_size={LOCAL} --optimizer.lr=1e-3
-    --lr_scheduler.warmup_steps=2 --training.mixed_precision_param=float32 --metrics.log_freq=1
-    --checkpoint.enable --checkpoint.no-last-save-model-only --checkpoint.interval=8"""
+    --lr_scheduler.warmup_steps=2 --training.mixed_precision_param=float32 --debug.seed=7
+    --metrics.log_freq=1 --checkpoint.enable --checkpoint.interval=8
+    --checkpoint.no-last-save-model-only"""
 
 
 def use_cpu() -> None:

@@ -167,8 +167,9 @@ def is_foreign(path: Path) -> bool:
     """Return whether a place is a checkpoint of torch's own format, without any document of
     titanlite's: its folder, or a file that torch made of it.
     """
-    own = any(store.exists(path / name) for name in (MANIFEST, STATE, CONFIG))
-    return path.is_file() or (store.exists(path / DCP_METADATA) and not own)
+    if not store.exists(path / DCP_METADATA):
+        return path.is_file()
+    return not any(store.exists(path / name) for name in (MANIFEST, STATE, CONFIG))
 
 
 def is_torn(path: Path) -> bool:

@@ -331,7 +331,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "copy checkpoints between folders and object stores, verified",
         "cp outputs s3://bucket/run",
         {
-            "FROM": (f"{_PLACE[0]}; or a Hugging Face folder's URL", place),
+            "FROM": (f"{_PLACE[0]}; or the URL of a folder of Hugging Face or TorchTitan", place),
             "TO": (
                 "the folder or URL in which step-N will be, from a URL the dump folder of a run; "
                 "the copy of a Hugging Face folder",

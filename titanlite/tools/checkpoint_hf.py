@@ -250,9 +250,11 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
 
 
 def copy_folder(source: Any, target: Path) -> int:
-    """Copy a Hugging Face folder from an object store; what a killed copy has brought stays."""
+    """Copy a folder of others from an object store; what a killed copy has brought stays."""
     if is_remote(target) or store.exists(target):
-        raise UserError(f"{target}: a Hugging Face folder is copied into a new folder here")
+        raise UserError(
+            f"{target}: a folder of Hugging Face or TorchTitan is copied into a new folder here"
+        )
     entries = source.below()
     sizes = {name: entry["size"] for name, entry in entries.items()}
     draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")
