@@ -92,6 +92,16 @@ def test_what_is_written_for_torchtitan_goes_on_here_on_another_mesh_with_the_sa
     says(found["log"], f"resumed step 2 from {theirs if form == 'folder' else path}", "sample 4")
 
 
+@pytest.mark.long
+def test_a_stream_begins_anew(train, theirs, tmp_path):
+    (tmp_path / "text").mkdir()
+    lines = (f'{{"text": "line {number} of a stream that is long enough"}}' for number in range(99))
+    (tmp_path / "text/a.jsonl").write_text("\n".join(lines))
+    argv = [*MOE, RESUMES, f"--checkpoint.initial_load_path={theirs}"]
+    argv += ["--training.dataset=c4_test", f"--training.dataset_path={tmp_path / 'text'}"]
+    assert train(argv, tmp_path / "run")[0]["step"] == 3
+
+
 def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs):
     ours = load_tensors(step)
     query, gate = "layers.0.attention.wq.weight", "layers.1.moe.router.gate.weight"
