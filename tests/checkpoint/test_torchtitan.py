@@ -102,7 +102,7 @@ def test_a_stream_begins_anew(train, theirs, tmp_path):
     assert train(argv, tmp_path / "run")[0]["step"] == 3
 
 
-def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs):
+def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs, tmp_path):
     ours = load_tensors(step)
     query, gate = "layers.0.attention.wq.weight", "layers.1.moe.router.gate.weight"
     bias, entries = "layers.1.moe.expert_bias", Reader(theirs).metadata.state_dict_metadata
@@ -110,6 +110,10 @@ def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs):
     dcp.load(found, checkpoint_id=theirs, no_dist=True)
     halves = ours[f"model.{query}"].unflatten(0, (2, -1, 2)).transpose(1, 2)
     assert torch.equal(found[query], halves.reshape(16, 16))
+    alone = str(tmp_path / "alone")
+    assert cli.main(["checkpoint", "export", f"{step}", alone, "--format", "dcp"]) == 0
+    kept = Reader(Path(alone)).metadata.state_dict_metadata.keys()
+    assert kept == {key for key, entry in entries.items() if hasattr(entry, "size")}
     assert torch.equal(found[gate], ours["model.layers.1.moe.router.weight"])
     assert not found[bias].any()
 

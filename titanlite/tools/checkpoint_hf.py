@@ -98,6 +98,8 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             if manifest.base:
                 print_notice(f"the adapters alone; their base is {manifest.base.folder}")
         elif arguments.format in ("torchtitan", "dcp"):
+            if arguments.dtype:
+                raise UserError(f"--dtype has no effect: {arguments.format} keeps each type")
             names = Names(*_model(folder, config, arguments.package))
             whole = arguments.format == "torchtitan"
             fetch = _counted(read, len(manifest.tensors), show, "")
