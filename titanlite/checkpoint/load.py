@@ -31,6 +31,7 @@ from titanlite.checkpoint.manifest import (
     Position,
     Unreadable,
     faults,
+    is_foreign,
     read_manifest,
     read_state,
     step_folder,
@@ -83,15 +84,18 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
     )
 
 
-def newest(path: Path, group: dist.ProcessGroup) -> Path:
-    """Return the newest checkpoint in a folder of them or of a run, or the place itself."""
-    found = str(newest_of(path)) if rank_in(group) == 0 else ""
-    return place(gather_objects(found, group)[0])
+def newest(path: Path, group: dist.ProcessGroup) -> tuple[Path, bool]:
+    """Return the newest checkpoint in a folder of them or of a run, or the place itself, and
+    whether it is of another program, as rank 0 sees them.
+    """
+    found = newest_of(path) if rank_in(group) == 0 else None
+    name, is_others = gather_objects((f"{found}", bool(found and is_foreign(found))), group)[0]
+    return place(name), is_others
 
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
-    folder = newest(path, group)
+    folder, _ = newest(path, group)
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 

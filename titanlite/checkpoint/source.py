@@ -14,7 +14,7 @@ from titanlite.checkpoint import base, load
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
-from titanlite.checkpoint.manifest import Position, is_foreign
+from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.resume import Resume, check_alpha, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
@@ -45,8 +45,8 @@ def find(folder: CheckpointFolder) -> Resume:
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
         resume = Resume(path, hf=hf)
     elif resume is None and settings.initial_load_path:
-        path = load.newest(path, group)
-        if is_foreign(path):
+        path, is_others = load.newest(path, group)
+        if is_others:
             resume = _from_torchtitan(folder, path)
         else:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
