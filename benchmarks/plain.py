@@ -178,7 +178,7 @@ def main() -> None:
         [name for name, _ in named],
         ties={"output.weight": "tok_embeddings.weight"} if flavor.tied else {},
     )
-    flops = flops_per_token(named, table, shape(flavor), arguments.seq)
+    flops = flops_per_token(named, table, shape(flavor), arguments.seq, SPEC.blocks).total
     rate = arguments.batch * arguments.seq / seconds
     peak = peak_tflops(torch.device(device))
     record = {

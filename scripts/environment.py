@@ -181,6 +181,8 @@ def make(dev: bool) -> None:
     else:
         make_empty()
     purpose = " what titanlite's tests need" if dev else " titanlite"
+    if LOG.exists() and not any(VENV.glob("titanlite-" + "[0-9a-f]" * 16 + "*")):
+        say(f"an earlier installation into {VENV} was not finished; it starts again")
     duration = "once" if installed("torch") else "once; a few minutes, most of it PyTorch"
     say(f"installing{purpose} into {VENV} ({duration})")
     # Float8's package is small, and any config may need it.
@@ -250,13 +252,14 @@ def installed(module: str) -> bool:
 
 
 def show_progress(done: threading.Event, seconds: float = 5) -> None:
-    """Print how much is installed when it has grown, as pip is silent while it unpacks PyTorch for
-    a minute or more; before that what it downloads.
+    """Print how much this installation has added when it has grown, as pip is silent while it
+    unpacks PyTorch for a minute or more; before that what it downloads.
     """
     size, line = installed_bytes(), ""
+    before = size
     while not done.wait(seconds):
         if (now := installed_bytes()) > size + (1 << 20):
-            say(f"unpacking: {now >> 20:,} MiB so far")
+            say(f"unpacking: {now - before >> 20:,} MiB so far")
             size = now
         elif (last := last_line(LOG)) != line and "Downloading" in last:
             say(last)

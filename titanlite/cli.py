@@ -50,7 +50,7 @@ COMMANDS = {
     "plot": ("titanlite.tools.plot", "draw the curves of one or several runs"),
 }
 OVERVIEW = f"""\
-titanlite {__version__}: pretraining that you can read in an afternoon and prove on your laptop
+titanlite {__version__}: pretraining that you can read in a day and check on your laptop
 
 usage: titanlite COMMAND …
 
@@ -72,9 +72,6 @@ DOWNLOAD = """\
 def run() -> NoReturn:
     """Run the command as a process."""
     replace_unprintable()
-    if sys.argv[1:2] in (["generate"], ["evaluate"]):
-        # Threads that spin while they wait take the cores from each other beside another program.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = main(sys.argv[1:])
     if sys.argv[1:2] == [
         "train"
@@ -133,7 +130,7 @@ def _command(name: str) -> Any:
     if name == "download":
         raise UserError(DOWNLOAD)
     if name not in COMMANDS:
-        close = nearest(name, COMMANDS)
+        close = nearest(name, [*COMMANDS, "help"])
         hint = f"did you mean '{close}'?" if close else f"commands are: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command '{name}'; {hint}")
     return importlib.import_module(COMMANDS[name][0])
@@ -194,6 +191,26 @@ class Parser(argparse.ArgumentParser):
         )
 
 
+def _split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command, and the config keys with their values."""
+    own: list[str] = []
+    keys: list[str] = []
+    takes_files = takes_value = False
+    for word in argv:
+        name, has_value, _ = word.partition("=")
+        is_key = name.startswith("--") and "." in name
+        if is_key or name == "--config":
+            takes_files, takes_value = word == "--config", is_key and not has_value
+        elif takes_value and not word.startswith("--"):
+            takes_value = False
+        elif not takes_files or word.startswith("-"):
+            takes_files = takes_value = False
+            own.append(word)
+            continue
+        keys.append(word)
+    return own, keys
+
+
 def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return a command's own options, and the config overrides behind them."""
     parser = Parser(
@@ -202,7 +219,9 @@ def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Na
     command.add_arguments(parser)
     if parser.get_default("takes_overrides") and not parser.usage:
         parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
-    arguments, rest = parser.parse_known_args(argv)
+    # Else argparse would take the value of a key for an argument.
+    own_words, keys = _split_keys(argv) if parser.get_default("takes_overrides") else (argv, [])
+    arguments, rest = parser.parse_known_args(own_words)
     own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())
     for word in rest:
         option = word.partition("=")[0]
@@ -218,4 +237,4 @@ def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Na
         raise UserError(
             f"unexpected arguments: {' '.join(rest)} (see {arguments.parser.prog} --help)"
         )
-    return arguments, rest
+    return arguments, [*rest, *keys]

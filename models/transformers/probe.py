@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor
 
 from titanlite.errors import first_line
+from titanlite.models.transformers import kernels
 from titanlite.models.transformers.model import build, config_of, layout_of
 
 _SMALL = {
@@ -109,12 +110,14 @@ def small_config(config: Any) -> dict[str, Any]:
 @lru_cache
 def probe(values: str) -> dict[str, str]:
     """Return the answers by question: "yes", or the difference seen."""
-    content = f"2 {transformers.__version__} {torch.__version__} {values}"
+    versions = f"{transformers.__version__} {torch.__version__} {kernels.found()}"
+    content = f"3 {versions} {values}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     file = base / f"titanlite/classes/{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError):
         return json.loads(file.read_text())
-    answers = _answers(values)
+    with kernels.torch_functions():
+        answers = _answers(values)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(answers))

@@ -53,11 +53,22 @@ def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(tra
         assert len(found[name]) == 5 and found[name] == pytest.approx(found["alone"], rel=1e-12)
 
 
-def test_a_base_is_found_where_it_was_moved_and_other_weights_are_refused(train, tuned, capsys):
+def test_a_base_is_named_found_where_it_was_moved_and_not_taken_for_other_weights(
+    train, begun, tuned, capsys
+):
     base, moved = tuned.with_name("base"), tuned.with_name("moved")
     named = find_checkpoint(base)
     before = load(tuned)[0].state_dict()
+    again = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint"]
+    says(begun(again, tuned.with_name("again"))["log"], f"reads the base from {named}: keep it")
+    for command in ("verify", "ls"):
+        assert cli.main(["checkpoint", command, str(tuned)]) == 0
+        says(capsys.readouterr().out, f"its base, {named}, is there")
+    assert cli.main(["checkpoint", "cp", str(tuned), str(tuned.with_name("copy"))]) == 0
+    says(capsys.readouterr().out, f"its base stays in {named}")
     base.rename(moved)
+    assert cli.main(["checkpoint", "verify", str(tuned)]) == 0
+    says(capsys.readouterr().out, f"its base, {named}, is NOT there")
     with refused(named, f"{base}/checkpoint"):
         load(tuned)
     with refused(named, f"{tuned.parent} has no {named.name}"):
@@ -111,8 +122,9 @@ def test_a_fingerprint_is_of_every_value_at_its_place_on_any_mesh(pool, monkeypa
     assert digest({"model.x": values}, None) == alone, "in blocks"
     for found in pool.run(digests_on_a_mesh, values, world=4):
         assert {each % 2**64 for each in found} == {alone % 2**64}
-    changed = [*(values.flip(dim) for dim in range(3)), values.clone()]
+    changed = [*(values.flip(dim) for dim in range(3)), values.clone(), values.clone()]
     changed[-1][4, 6, 2] *= -1
+    changed[-2][0, 0, 0] *= -1
     others = {digest({"model.x": each}, None) for each in changed}
     others.add(digest({"model.y": values}, None))
-    assert len({*others, alone}) == 6
+    assert len({*others, alone}) == 7

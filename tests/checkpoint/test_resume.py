@@ -36,7 +36,9 @@ from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.layout import Batch
 from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import init, parallelize
+from titanlite.train.summary import _rate_change
 
 
 def logged(folder: Path) -> list[tuple[int, float, float, int]]:
@@ -187,6 +189,27 @@ def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, differ, tmp
     (tmp_path / ENVIRONMENT).write_text(json.dumps(describe_environment(before, 0, "cpu")))
     lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)
     assert any("dropout masks" in line for line in lines) == differ
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (["--training.steps=3000"], "training.steps 300 -> 3000"),
+        (["--optimizer.lr=1"], "optimizer.lr 0.005 -> 1.0"),
+        (["--optimizer.lr=6e-3"], ""),
+        ([], ""),  # the rate falls to nothing by itself
+    ],
+)
+def test_a_resume_says_that_the_learning_rate_jumps_and_why(now, named, tmp_path):
+    before, after = (job([*WIDE, "--training.steps=300", *more], world=1) for more in ([], now))
+    (tmp_path / MANIFEST).write_bytes(Manifest(0, False, {}, {}).render())
+    (tmp_path / CONFIG).write_text(to_toml(before.given))
+    line = _rate_change(Resume(tmp_path, continues=True, position=Position(298)), after.config)
+    if named:
+        rates = [learning_rate(before.config, 298), learning_rate(after.config, 299)]
+        says(line, named, *(f"{rate:.3g} in step" for rate in rates))
+    else:
+        assert not line
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

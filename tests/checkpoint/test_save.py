@@ -87,18 +87,22 @@ def test_the_state_at_the_call_is_saved(pool, tmp_path):
 
 class LateStream(TorchDispatchMode):
     """Stands in for a stream of a GPU: what it is given is done as late as it may, when something
-    waits for it.
+    waits for it. Without waiting for the main stream it would begin before the update has ended.
     """
+
+    waited_for = ""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self.events, self.work, self.done = events, [], threading.Event()
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None) -> Any:
+        assert self.waited_for == "main"
         self.work.append((func, args))
         return args[0]
 
-    def wait_stream(self, stream) -> None: ...
+    def wait_stream(self, stream: str) -> None:
+        self.waited_for = stream
 
     def record_event(self) -> "LateStream":
         return self
@@ -157,7 +161,7 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
         torch.cuda,
         Stream=lambda: LateStream(events),
         stream=lambda stream: stream,
-        current_stream=lambda: None,
+        current_stream=lambda: "main",
         device=lambda _: nullcontext(),
     ):
         run.train()
@@ -441,6 +445,11 @@ def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tm
         folder = f"{tmp_path}/{number}/checkpoint"
         says(message, "checkpoint.folder", folder, "rank 1 on host1", "host0", "job.dump_folder")
     assert [*(tmp_path / "0/checkpoint").iterdir()] == []
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_named(begun, tmp_path):
+    (tmp_path / "checkpoint").touch()
+    says(begun(SAVING, tmp_path)["error"], f"checkpoint.folder {tmp_path}/checkpoint: nothing can")
 
 
 def heard(folder: str) -> tuple[int, list[int]]:

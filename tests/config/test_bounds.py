@@ -126,6 +126,10 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
         ({"model.overrides.rope_theta": 0}, "0.000001"),
         ({"model.name": "qwen3", "model.overrides.top_k": 2}, "top_k: no effect"),
         ({"fault.spike_sigma": 3.0, "fault.spike_window": 300}, "legal: 2 to 299"),
+        (
+            {"fault.spike_sigma": 3.0, "fault.spike_window": 2, "training.steps": 2},
+            "has 2; remove fault.spike_sigma",
+        ),
         ({"lr_scheduler.decay_ratio": 1e-9}, "of 300; legal: 0.0"),
         ({"optimizer.eps": 1e-300}, "a number >= 1e-30"),
         ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),

@@ -61,6 +61,8 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     "--model.flavor=8b": 'did you mean "8B"?',
     "--model.flavor=other": "debugmodel, 1B, 3B, 8B, 70B, 405B",
     "--model.name=lama3": "llama3?",
+    "--model.name=llama": "did you mean llama3?",
+    "--model.name=llama4": "--model.name transformers --model.overrides.model_type llama4",
     "--model.package=no_such_package": os.getcwd(),
     "--model.package=./parrot": '"./parrot" is',
     "--model.overrides.n_layer=4": "nearest: n_layers",
@@ -98,7 +100,7 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     f"--job.dump_folder=out/{'x' * 256}": "256 bytes",
     f"--training.dataset=text --training.dataset_path={'é' * 128}": "256 bytes",
     "--job.dump_folder=/tmp/\udcff": "--job.dump_folder=/tmp/?\n      is not UTF-8",
-    "--debug 1": "an option",
+    "--debug 1": "1 error in the command line; nothing",
     "--lr 1": "--optimizer.lr?",
     "--optimizer.learning_rate 1": " optimizer.lr?",
     "--training.Steps 1": " training.steps?",
@@ -106,12 +108,16 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     "-training.steps 10": "-training.steps\n      is not an option; did you mean --training.steps?",
     "--training.steps=3 stray": "stray\n",
     "--training.steps=3 my.toml": "did you mean --config my.toml?",
+    "--training.steps=3 stray my.toml": "2 errors in the command line;",
+    "--training.steps=x my.toml": "2 configuration errors;",
     "--inference.a=1 --inference.b=2": "[inference]   (command line)",
     "--optimizer.lr": "a number > 0",
     "--training.steps --compile.enable": "a whole number >= 1",
     "--config=": "TOML file",
     "--config=/": "a folder;",
-    "--model.freeze=norm.weight": """'["norm.weight"]'""",
+    "--model.freeze=[norm.weight,a]": "a list of text: norm.weight,a",
+    "--checkpoint.exclude_from_loading data_loader,optimizer": '"data_loader" is called "data"',
+    "--checkpoint.exclude_from_loading=lr_scheduler": "no state here",
     "--model.freeze=['a',3]": "entry 2",
     '--training.mixture=[{dataset="a"}]': "entry 1: weight",
     f'--training.mixture=[{ONE},{{dataset="b",wieght=0.3}}]': "entry 2: weight",
@@ -143,7 +149,13 @@ def test_the_legal_values_of_a_degree_are_those_that_every_rule_allows(tp, world
 
 def test_help_and_docs_show_how_a_list_and_a_switch_are_typed():
     for text in (EPILOG, " ".join(markdown().split())):
-        says(text, """--model.freeze '["norm.weight"]'""", ".no_", "=false")
+        says(text, "--model.freeze norm.weight,output.weight", ".no_", "=false")
+
+
+def test_a_file_that_has_words_for_a_list_is_told_the_list(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nfreeze = "norm.weight, a"\n')
+    says(faults(files=(str(path),)), str(path), 'a list of text: ["norm.weight", "a"]')
 
 
 def test_missing_and_broken_files_are_named(tmp_path):
@@ -169,6 +181,10 @@ def test_later_files_and_the_command_line_win(tmp_path):
         (["--validation.enable", "false"], "validation.enable", False),
         (["--training.local-batch-size", "4"], "training.local_batch_size", 4),
         (["--optimizer.no_decay", "[]"], "optimizer.no_decay", []),
+        (["--model.freeze", "norm.weight"], "model.freeze", ["norm.weight"]),
+        (["--model.freeze=a.*, layers.[01].*"], "model.freeze", ["a.*", "layers.[01].*"]),
+        (["--compile.components", "model"], "compile.components", ["model"]),
+        (["--optimizer.no_decay="], "optimizer.no_decay", []),
         (["--job.description", "5"], "job.description", "5"),
         (["--job.description=a = b"], "job.description", "a = b"),
         (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),

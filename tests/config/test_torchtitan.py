@@ -36,8 +36,9 @@ def test_a_v022_file_resolves(file):
 def test_the_float8_converter_switches_its_section_on():
     assert resolve("--config", str(FILES / "405b.toml")).config.quantize.linear.float8.enable
     assert resolve("--model.converters=['float8']").config.quantize.linear.float8.enable
+    assert resolve("--model.converters=quantize.linear.float8").config.quantize.linear.float8.enable
     with refused("model.converters", '"mx"', kind=ConfigError):
-        resolve("--model.converters=['mx']")
+        resolve("--model.converters=mx")
 
 
 def test_custom_import_is_the_old_spelling_of_package():
@@ -58,6 +59,7 @@ def test_custom_import_is_the_old_spelling_of_package():
         ("--parallelism.expert_tensor_parallel_degree=2", "splits experts"),
         ("--parallelism.expert_parallel_comm_backend=deepep", "all-to-all"),
         ("--metrics.save_for_all_ranks", "log file"),
+        ("--memory_estimation.enable", "titanlite plan"),
     ],
 )
 def test_a_key_that_titanlite_lacks_names_what_to_use_instead(argv, instead):
@@ -77,6 +79,17 @@ def test_a_key_that_titanlite_lacks_names_what_to_use_instead(argv, instead):
 )
 def test_a_key_that_switches_a_feature_off_is_accepted(argv):
     assert resolve(argv)
+
+
+def test_torchtitans_debug_config_is_said_to_be_of_another_model(tmp_path):
+    def notices(*argv: str) -> str:
+        return "\n".join(load(parse_command_line([*argv], {})).notices)
+
+    plain = tmp_path / "plain.toml"
+    plain.write_text('[model]\nflavor = "debugmodel"\n')
+    for words in (("--config", f"{FILES / 'debug.toml'}"), ("--job.config_file", f"{plain}")):
+        says(notices(*words), "model.flavor", "dim 256, 6 layers", "128")
+    assert not notices("--config", f"{plain}") and not notices("--job.config_file", "debug.toml")
 
 
 def test_keys_that_do_not_count_are_named():

@@ -194,6 +194,50 @@ def test_a_long_text_stays_one_document(tmp_path, monkeypatch):
         assert max(len(part.text) for part in parts) < 70
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_long_document_is_tokenized_in_parts_with_the_tokens_of_the_whole(
+    tmp_path, monkeypatch, suffix
+):
+    """Lines are cut only where no white space is around their end, in a shard's parts too."""
+    block = "def f(x):\n    return x\n\n\nclass A:  \n\u3000\u3000one\r\n\ttwo\nthree\nfour"
+    path, text = tmp_path / f"a{suffix}", "\n".join([block] * 60)
+    tokenizer = load_tokenizer(str(make_assets(tmp_path, [text])))
+    line = json.dumps({"text": text}).encode()
+    if suffix == ".parquet":
+        arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+        parquet.write_table(arrow.table({"text": [text]}), path)
+    elif suffix == ".txt":
+        path.write_bytes(text.encode())
+    else:
+        path.write_bytes(gzip.compress(line) if suffix == ".jsonl.gz" else line)
+    monkeypatch.setattr(documents_module, "SEGMENT_BYTES", 240)
+    monkeypatch.setattr(module, "UNIT_BYTES", 300)
+    parts = texts_of(path, 300)
+    assert len(parts) > 10 and max(map(len, parts)) < 400 and "".join(parts) == text
+    assert prepared(path, tmp_path / "out", tmp_path)["documents"] == 1
+    source = ShardSource("test", tmp_path / "out", 500, tokenizer.end)
+    assert source.read(0, source.tokens - 1).tolist() == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("one 二 " * 200, " "), ("\n\n" * 500, "\n"), ("語" * 500, ""), ("\xe9\xff" * 500, "")],
+)
+def test_a_long_text_without_such_lines_is_cut_before_a_word_at_a_line_end_or_at_a_character(
+    tmp_path, monkeypatch, text, where
+):
+    monkeypatch.setattr(documents_module, "SEGMENT_BYTES", 100)
+    content = text.encode("latin-1" if text[0] == "\xe9" else "utf-8")
+    (tmp_path / "a.txt").write_bytes(content)
+    first, *later = parts = texts_of(tmp_path, 250)
+    assert "".join(parts) == content.decode(errors="replace") and max(map(len, parts)) <= 150
+    assert later and (
+        all(part.startswith(where) for part in later)
+        if where == " "
+        else all(part.endswith(where) for part in parts)
+    )
+
+
 def test_parquet_rows_are_documents_and_a_damaged_file_is_named(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow comes with the hf extra")
     import pyarrow.parquet
@@ -302,6 +346,8 @@ def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(
         ("prepare nowhere --out out", "nowhere"),
         ("prepare . --out out --tokenizer no", '--tokenizer = "no": '),
         ("prepare . --out out --worker 2", "--workers?"),
+        ("prepare . ./ --out out", "SRC . and ./ both have"),
+        ("prepare . a.txt --out out", "/a.txt; drop"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, tool, monkeypatch, words, named):

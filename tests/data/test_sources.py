@@ -19,6 +19,8 @@ from titanlite.data.packing import Concatenated
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer, open_tokenizer
 from titanlite.errors import RunFailed
+from titanlite.launch.terminal import note
+from titanlite.observe.console import open_log
 
 BYTES = ByteTokenizer()
 
@@ -63,6 +65,28 @@ def test_bytes_are_the_documents_with_end_tokens(texts):
         for stop in (start + 1, min(start + 5, len(expected)), len(expected)):
             ids = source.read(start, stop - start)
             assert bytes(ids.astype(np.uint8)) == expected[start:stop]
+
+
+def test_text_whose_file_name_is_not_utf8_is_read(tmp_path, assets):
+    """Also named in a log: of the launcher, and of a rank below torchrun."""
+    stem = os.fsdecode(b"caf\xe9")
+    (tmp_path / f"{stem}.txt").write_text("the cat")
+    plain = opened(tmp_path)
+    assert text_of(plain) == b"the cat\0"
+    (tmp_path / f"{stem}.txt").rename(tmp_path / f"{os.fsdecode(bytes([0xE8]))}.txt")
+    assert opened(tmp_path).fingerprint != plain.fingerprint
+    (tmp_path / f"{stem}.jsonl").write_text('{"text": "the mat"}')
+    parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
+    with (tmp_path / f"{stem}.parquet").open("wb") as file:
+        parquet.write_table(pyarrow.table({"text": ["the hat"]}), file)
+    assert text_of(opened(tmp_path)) == b"the mat\0the hat\0the cat\0"
+    source = opened(tmp_path, tokenizer := load_tokenizer(str(assets)))
+    assert tokenizer.decode(source.read(0, 5).tolist()).startswith("the mat")
+    (tmp_path / "logs").mkdir()
+    note(tmp_path / "logs", f"cannot read {stem}")
+    open_log(tmp_path, 0, launched=False, shown=False).info(f"cannot read {stem}")
+    for log in ("launcher.log", "rank-0.log"):
+        assert (tmp_path / "logs" / log).read_text() == "cannot read caf?\n"
 
 
 def test_text_is_tokenized_once_into_a_cache_and_again_when_it_changes(texts, assets):

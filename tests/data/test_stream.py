@@ -18,6 +18,7 @@ from tests.messages import refused, says
 from tests.runs import run
 from titanlite.config.load import ConfigError
 from titanlite.config.schema import Dataloader
+from titanlite.data import documents
 from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import IGNORED
 from titanlite.data.shuffle import RankSlice
@@ -94,6 +95,20 @@ def test_every_document_is_read_once_by_any_number_of_readers(folder, readers):
     assert all(parts)
 
 
+class Short(ByteTokenizer):
+    """Takes no long text."""
+
+    def encode(self, text: str) -> list[int]:
+        assert len(text) <= 6
+        return super().encode(text)
+
+
+def test_a_long_document_is_tokenized_in_parts(folder, monkeypatch):
+    monkeypatch.setattr(documents, "SEGMENT_BYTES", 4)
+    (texts,) = read_by(replace(stream(folder), tokenizer=Short()), 1)
+    assert sorted(texts) == DOCUMENTS and max(map(len, DOCUMENTS)) > 6
+
+
 def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):
     count = len(DOCUMENTS)
     orders = set()
@@ -163,6 +178,7 @@ def test_interrupted_streams_read_what_their_readers_read(folder, workers, ranks
 
 def test_a_state_of_other_ranks_workers_or_data_is_refused(folder):
     data = stream(folder)
+    assert replace(data, text_key="url").fingerprint != data.fingerprint
     loader = loader_of(data, workers=0, ranks=2)
     next(iter(loader))
     state = loader.state_dict()

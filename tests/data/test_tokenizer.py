@@ -14,7 +14,7 @@ from tests.messages import refused
 from titanlite.config.load import ConfigError
 from titanlite.data.documents import text_files
 from titanlite.data.prepare import prepare
-from titanlite.data.tokenizer import load_tokenizer, open_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, byte_files, load_tokenizer, open_tokenizer
 from titanlite.data.windows import training_data, validation_data
 from titanlite.launch.preflight import check_machine
 
@@ -237,3 +237,14 @@ def test_a_token_that_is_nowhere_or_wrongly_defined_is_named(tmp_path, settings,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with refused(named):
         load_tokenizer(str(tmp_path))
+
+
+def test_bytes_have_a_tokenizer_of_transformers_with_the_same_ids(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the oracle for ids")
+    for name, content in byte_files().items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(1, 0x250))) + " a\r\n\t  b 'll €\U0001f600 don't.\n\n"
+    assert theirs(text)["input_ids"] == ByteTokenizer().encode(text)
+    assert theirs.decode([0, *ByteTokenizer().encode(text)]) == f"\0{text}"
+    assert len(theirs) == 256 and isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)

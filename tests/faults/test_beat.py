@@ -1,9 +1,12 @@
 """The phases of a step and their limits."""
 
 import pytest
+import torch.distributed as dist
 
 from titanlite.config.schema import config_of
 from titanlite.fault.beat import longest_limit, phase_limit
+from titanlite.fault.board import Board, Link, open_board
+from titanlite.fault.status import Decision, Status
 from titanlite.runtime.page import OWN_PAGE, Page, phase
 
 
@@ -36,6 +39,16 @@ def test_a_phase_ends_in_the_one_around_it_and_an_error_keeps_it():
 def test_each_phase_has_its_limit(step, phase, stall, limit):
     config = config_of({"fault.stall_seconds": stall})
     assert phase_limit(config, Page(step=step, phase=phase, first_step=8))[0] == limit
+
+
+def test_a_board_that_is_ended_waits_for_one_exchange_and_no_longer():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    open_board(store, 1)
+    link = Link("127.0.0.1", store.port, store=store)
+    board = Board(link, 0, 1, Status(), lambda own: own, dict, lambda *_: Decision(), interval=1e6)
+    board.start()
+    board.end()
+    assert not board.is_alive() and board.exchanges
 
 
 @pytest.mark.parametrize("validates", [True, False])

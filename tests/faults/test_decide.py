@@ -15,7 +15,7 @@ import pytest
 from tests.messages import says
 from titanlite.config.schema import config_of
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, STOPPED
-from titanlite.fault.decide import Decider, Restarts, Saved, after
+from titanlite.fault.decide import Decider, Restarts, Saved, after, stopped
 from titanlite.fault.status import Beat, Decision, Ended, Failure, Inspection, Status
 from titanlite.runtime.page import EarlyExit
 
@@ -133,7 +133,8 @@ def play(
         decision = decider.look(statuses, float(now))
         expected, *names = map(str.strip, expected.split("|"))
         assert outcome(decision) == expected, f"{line}\n{decision}"
-        says(decision, *names)
+        says(f"{decision}{decider.waits_for}", *names)
+        assert fits != "no memory" or "min_nodes" not in f"{decision}"
 
 
 def named(cases: dict[str, Any]) -> Any:
@@ -150,9 +151,10 @@ RANK_2_FAILS_TWICE = """
 NODE_1_IS_LOST = f"""{RUNNING}
     20: 0 followed, 1 silent -> again after a launcher | NODE_RANK=1 | 1 of 3 | step-4
     26: -> again after a launcher
-    50: 0 ready 2 -> again after a launcher
+    50: 0 ready 2 -> again after a launcher | NODE_RANK 1, at most 30 s (fault.rejoin_seconds)
 """
 TOO_FEW = "56.5: -> exits with 76 | 1 of 2 | 30 s (fault.rejoin_seconds) | NODE_RANK 1"
+WITHOUT = " | fault.min_nodes = 1"
 
 
 @named(
@@ -166,8 +168,8 @@ TOO_FEW = "56.5: -> exits with 76 | 1 of 2 | 30 s (fault.rejoin_seconds) | NODE_
         "missing nodes are named when the time is over": (
             {"nodes": 4, "least": 1},
             """
-            100: 0 ready 1, 2 ready 1 -> waits
-            100.1: -> exits with 1 | 2 of 4 | 100 s (comm.init_timeout_seconds) | NODE_RANK 1, 3""",
+            100: 0 ready 1, 2 ready 1 -> waits | NODE_RANK 1, 3, at most 100 s (comm.init_
+            100.1: -> exits with 76 | 2 of 4 | 100 s (comm.init_timeout | NODE_RANK 1, 3""",
         ),
         "a run begins without its spare node, which takes the place of a lost one": (
             {"nodes": 3, "spare": 1},
@@ -183,7 +185,7 @@ TOO_FEW = "56.5: -> exits with 76 | 1 of 2 | 30 s (fault.rejoin_seconds) | NODE_
             {"nodes": 4, "spare": 1},
             """
             99: 0 ready 1, 3 ready 1 -> waits
-            100.1: -> exits with 1 | 2 of 3 | NODE_RANK 1, 2""",
+            100.1: -> exits with 76 | 2 of 3 | NODE_RANK 1, 2""",
         ),
         "a node whose rank failed twice makes room for a spare": (
             {"nodes": 3, "spare": 1},
@@ -235,8 +237,12 @@ TOO_FEW = "56.5: -> exits with 76 | 1 of 2 | 30 s (fault.rejoin_seconds) | NODE_
             {"least": 1},
             f"{NODE_1_IS_LOST}56.5: -> runs 0",
         ),
-        "it does not by default": ({}, NODE_1_IS_LOST + TOO_FEW),
-        "it does not below the least number": ({"least": 2}, NODE_1_IS_LOST + TOO_FEW),
+        "it does not by default, and names the key": ({}, NODE_1_IS_LOST + TOO_FEW + WITHOUT),
+        "it does not below the least number": ({"least": 2}, NODE_1_IS_LOST + TOO_FEW + WITHOUT),
+        "where fewer do not fit it does not name the key": (
+            {"fits": "no memory"},
+            NODE_1_IS_LOST + TOO_FEW,
+        ),
         "it does not where fewer do not fit": (
             {"least": 1, "fits": "no memory"},
             f"{NODE_1_IS_LOST}56.5: -> exits with 76 | NODE_RANK 1: no memory",
@@ -414,6 +420,12 @@ def test_a_failure_after_a_request_leaves_a_run_to_start_again(completed, code, 
     verdict = after(replace(ERROR, step=None), [], 3, SAVED, completed, ASKED)
     assert verdict.code == code
     assert verdict.early == EarlyExit(code, completed, ASKED, lost)
+
+
+def test_a_stop_claims_no_step_that_only_an_earlier_run_took_and_saved():
+    earlier = replace(SAVED, by_this_run=False)
+    assert stopped(earlier, 0, ASKED).early == EarlyExit(STOPPED, 0, ASKED, 0)
+    assert stopped(SAVED, 0, ASKED).early == EarlyExit(STOPPED, 4, ASKED, 0)
 
 
 def test_a_restart_says_what_is_lost_and_resumes_only_what_this_run_saved():

@@ -16,6 +16,7 @@ from tests.messages import says
 from tests.runs import descendants, losses, rank_pids, run, start, wait_for
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP, REFUSED, STOPPED
+from titanlite.observe.events import read_events
 
 SAVING = [
     *TINY,
@@ -39,9 +40,14 @@ def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturb
     says(killed.out, f"restart 1 of 3, from {tmp_path}/killed/checkpoint/step-4; ")
     assert killed.out.index("restart 1 of 3") < killed.out.index("resumed step 4")
     logs = tmp_path / "killed/logs"
-    names = {"attempt-1", "launcher.log", "rank-0.log", "rank-1.log", "ranks.json"}
+    names = {"attempt-1", "rank-0.log", "rank-1.log", "ranks.json"}
     assert {path.name for path in logs.iterdir()} == names
     assert "injured: kill" in (logs / "attempt-1/rank-1.log").read_text()
+    first, _, restart, second, begin, stop = read_events(killed.folder)
+    assert [each["event"] for each in (first, restart, second)] == ["start", "restart", "start"]
+    says(restart["why"], "rank 1 on ", "SIGKILL", "restart 1 of 3")
+    assert (begin["mesh"], begin["step"], stop["how"]) == ("dp_shard 2", 4, "done")
+    assert first["time"] < restart["time"] < stop["time"]
 
 
 @pytest.mark.long
@@ -100,8 +106,10 @@ def split(nodes: list[subprocess.Popen]) -> tuple[subprocess.Popen, subprocess.P
 @pytest.mark.long
 def test_a_rank_that_is_killed_on_another_node_is_replaced(tmp_path):
     nodes = start_nodes(TWO, tmp_path, INJURY="kill:backward:1:6")
-    for out in outputs(nodes):
-        says(out, "rank 1 on ", "SIGKILL", "restart 1 of 3, from ")
+    first, second = outputs(nodes)
+    for out in (first, second):
+        says(out, "rank 1 on ", "SIGKILL")
+    says(first, "restart 1 of 3, from ")
     assert [*losses(tmp_path)] == ALL_STEPS
 
 
@@ -135,7 +143,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
     lost, spare = split(nodes)
     lose(lost)
     first, second = outputs([nodes[0], spare])
-    says(first, "node 0 of 3 (1 spare)")
+    says(first, "NODE_RANK 0 (3 nodes, 1 spare;")
     says(second, "spare", "attempt 2")
     assert losses(folder) == losses(tmp_path / "whole")
 

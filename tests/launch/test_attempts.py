@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,24 @@ from tests.jobs import TINY, job, run_to_end
 from tests.launch.nodes import free_port
 from tests.messages import says
 from tests.runs import left_over
+from titanlite.checkpoint import status
+from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
-from titanlite.errors import CUT_SHORT, STOPPED, RunFailed
+from titanlite.errors import CUT_SHORT, GIVEN_UP, STOPPED, RunFailed
+from titanlite.fault.board import Unreachable
 from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.fault.stop import Stop, time_limit
-from titanlite.launch.attempts import Attempt, Attempts, _keep_logs, leaving, saved_since
+from titanlite.launch import node as node_module
+from titanlite.launch.attempts import (
+    Attempt,
+    Attempts,
+    _keep_logs,
+    leaving,
+    saved_since,
+    shown_here,
+)
 from titanlite.launch.failure import Exit
 from titanlite.launch.node import Node
 from titanlite.launch.nodes import Nodes
@@ -35,6 +47,7 @@ from titanlite.launch.stopping import EXTRA_SECONDS, Stopped, Stopping
 from titanlite.launch.workers import Workers
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.page import OWN_PAGE, EarlyExit, OwnPage
+from titanlite.train.ending import describe_stop
 
 SAVING = [*TINY, "--checkpoint.enable", "--checkpoint.async_mode=disabled", "--training.steps=2"]
 QUIET = config_of({"checkpoint.enable": False, "fault.grace_seconds": 60})
@@ -67,6 +80,24 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoint_whatever_the_first_start
     assert without_node_0.ranks == range(2), "the ranks move up"
 
 
+def test_other_nodes_than_node_0_print_only_failures_of_their_own_ranks_and_why_they_end(
+    tmp_path, capsys
+):
+    def printed(node: int, code: int | None, own: range = range(0)) -> str:
+        attempts = Attempts(member(rank=node), job(TINY, world=2).given, tmp_path, lambda *_: DONE)
+        attempts._report(Verdict(code, "restart 1 of 3", LOST), tmp_path, own)
+        return capsys.readouterr().err
+
+    says(printed(0, None, range(1, 2)), "rank 0 on here", "restart 1 of 3")
+    says(own := printed(1, None, range(2)), "rank 0 on here")
+    assert "restart" not in own and printed(1, None, range(2, 4)) == ""
+    (line,) = printed(1, GIVEN_UP).splitlines()
+    says(line, "node 0", "SIGKILL")
+    attempt = Attempt(1, range(2, 4), 4, job(TINY, world=4).given)
+    assert [shown_here(ranks, attempt) for ranks in ({0}, {0, 3}, {9})] == [[], [3], []]
+    assert shown_here({9}, replace(attempt, ranks=range(2))) == [0], "which a restart has left"
+
+
 def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp_path):
     logs, archive = tmp_path / "logs", tmp_path / "archive"
     logs.mkdir()
@@ -95,6 +126,19 @@ def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     says(fresh().source, f"{tmp_path}/checkpoint/step-2")
     found = saved_since(config)()
     assert (found.step, found.by_this_run) == (2, False)
+
+
+def test_a_resume_from_a_bucket_has_saved_nothing(tmp_path):
+    """So a restart before the first save keeps load_step and exclude_from_loading."""
+    bucket = ["--checkpoint.folder=s3://bucket/run", f"--job.dump_folder={tmp_path}"]
+    config = job([*SAVING, *bucket], world=1).config
+    status.note(config, 2)  # as a launcher does that has looked there
+    saved = saved_since(config)
+    for step in (2, 1):
+        status.note(config, step)  # as a resume or a rewind does
+        assert (saved().step, saved().by_this_run) == (step, False)
+    status.record(config, tmp_path / "bucket", 3)
+    assert (saved().step, saved().by_this_run) == (3, True)
 
 
 # ---------------------------------------------------------------- nodes
@@ -155,6 +199,7 @@ def start(tmp_path) -> Iterator[Callable[..., Together]]:
         node._end_board()
 
 
+DONE = Ended()
 LOST = Failure(0, "here", 5.0, 7, "exited without a traceback (SIGKILL)", "", known=False)
 FOLLOWED, FAILED = Ended(over=True), Ended(LOST, over=True)
 TWICE = EarlyExit(CUT_SHORT, 6, f"{ASKED}; second signal: SIGTERM", 6)
@@ -174,6 +219,33 @@ def test_a_request_while_nodes_meet_for_a_restart_ends_the_run_on_all(start, ask
     together.asked[asked] = ASKED
     for found in together.meet():
         assert found.is_final and found.verdict.early == EarlyExit(CUT_SHORT, 6, ASKED, 6)
+
+
+def test_launchers_say_for_whom_they_wait_and_how_long(start, monkeypatch, capsys):
+    together = start()
+    first, second = together.nodes
+    together.settle(FOLLOWED, FAILED)
+    monkeypatch.setattr(node_module, "SAY_SECONDS", 0.0)
+    meeting = together.threads.submit(first.meet)
+    assert is_said("waiting for NODE_RANK 1, at most 30 s (fault.rejoin_seconds)", capsys)
+    with monkeypatch.context() as cut:
+        cut.setattr(second._board, "exchange", raises(Unreachable("x")))
+        wait_until(lambda: second._board.problem, 10)
+        late = together.threads.submit(second.meet)
+        assert is_said(f"waiting for node 0 at 127.0.0.1:{first.address[1]}", capsys)
+    assert meeting.result(60).members == late.result(60).members == (0, 1)
+
+
+def is_said(words: str, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Wait until something is printed."""
+    return any(words in capsys.readouterr().out or time.sleep(0.05) for _ in range(200))
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
 
 
 def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_next(
@@ -339,6 +411,22 @@ def test_ranks_are_killed_when_the_grace_is_over_and_not_before(tmp_path):
 
 SAVED = EarlyExit(STOPPED, 7, "SIGTERM to rank 0", 0)
 LEFT_BEHIND = EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left", 2)
+
+
+def test_a_launcher_that_started_no_worker_claims_no_step_and_no_save_of_an_earlier_run(tmp_path):
+    saved = tmp_path / "checkpoint/step-20"
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).write_bytes(Manifest(20, False, {}, {}).render())
+    config = config_of({"checkpoint.enable": True, "job.dump_folder": str(tmp_path)})
+    request = Stopping(QUIET)
+    request._config, request.reason = config, ASKED
+    early = request._early()
+    told = describe_stop(config, early)
+    says(told, ASKED, "nothing was trained", saved)
+    assert early.code == STOPPED and "at step" not in told and "saved:" not in told
+    page(tmp_path, 0, completed=20)
+    request.begin(tmp_path)
+    says(describe_stop(config, request._early()), "at step 20", f"saved: {saved}")
 
 
 def test_ranks_are_ended_when_one_had_to_leave_without_saving(tmp_path):

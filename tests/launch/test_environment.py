@@ -139,6 +139,7 @@ def test_an_installation_shows_what_it_downloads_and_has_unpacked(checkout, caps
     environment = load(checkout)
     folder = environment.site_packages()
     folder.mkdir(parents=True)
+    (folder / "half.so").write_bytes(bytes(5 << 20))  # of an earlier one, which did not finish
 
     class Done:
         rounds = 0
@@ -162,6 +163,8 @@ def test_an_installation_prints_one_line_and_its_failure_names_the_log(checkout)
     out, error = start(checkout).communicate(timeout=300)
     installing, failed, rest = error.splitlines()
     assert out == "" and INSTALLS in installing and "failed" in failed
+    again, *_ = start(checkout).communicate(timeout=300)[1].splitlines()
+    says(again, "not finished", "starts again")
     log = checkout / ".venv/titanlite-install.log"
     says(rest, log)
     says(log.read_text(), "absent_backend")

@@ -44,6 +44,7 @@ from titanlite.launch import preflight
 from titanlite.launch.failure import Exit, first_failure
 from titanlite.launch.launcher import Launch, _end_early, _of_another_run, _put_back
 from titanlite.launch.stopping import CTRL_C
+from titanlite.observe.events import read_events
 from titanlite.runtime import lock
 from titanlite.runtime.page import EarlyExit
 from titanlite.runtime.rank_files import LAUNCHED, rank_file
@@ -85,7 +86,7 @@ def test_a_run_leaves_its_files_and_says_where(finished):
     assert [r["step"] for r in lines] == [1, 2, 2, 3, 3]
     assert lines[0].keys() == set(
         "step loss max_loss grad_norm lr tokens tps tflops mfu step_seconds step_seconds_p50 "
-        "step_seconds_p95 data_seconds memory_gib recompiles".split()
+        "step_seconds_p95 data_seconds memory_gib recompiles eta_seconds time".split()
     )
     assert lines[0]["mfu"] is None and lines[2].keys() == {"step", "validation_loss"}
     says(out, "2 processes", "NGPU", "fault.rejoin_seconds", "dp_shard 2", "--logdir")
@@ -211,6 +212,9 @@ def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
     argv = [option.format(tmp_path) for option in options]
     err = start_refused([*argv, "--lr_scheduler.warmup_steps=0"], tmp_path, capsys)
     says(err, names, "there are: 4\n" if "33" in names else "nothing was started")
+    if "initial_load_path" in options[0]:  # one of several errors, at once
+        err = start_refused([*argv, "--training.stepz=3"], tmp_path, capsys)
+        says(err, "training.stepz", "checkpoint.initial_load_path   (command line)")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "hf"}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert not held, "as before, for what this process starts next"
@@ -305,7 +309,7 @@ def test_the_last_lines_fit_the_run(tmp_path):
     for saving in (False, True):
         out = describe_end(given(tmp_path, *["--checkpoint.enable"] * saving).config)
         says(out, f"plot {tmp_path}")
-        assert (f"generate --config {tmp_path}/config.toml" in out) == saving
+        assert (f"generate {tmp_path}" in out) == saving
         assert ("checkpoint.enable is off" in out) != saving
 
 
@@ -434,6 +438,9 @@ def test_data_that_ends_early_is_a_failure_without_a_traceback_or_a_restart_with
     (previous,) = (folder / "previous").iterdir()
     moved = {"metrics.jsonl", "tb", "logs", "config.toml", "environment.json"}
     assert {path.name for path in previous.iterdir()} == moved
+    story = [each["event"] for each in read_events(folder)]
+    assert story == [*story[:3], "start", "begin", "stop"], "an earlier start's stay"
+    says(read_events(folder)[-1], "failed", "after step 2 of 3")
 
 
 @pytest.mark.long
@@ -464,6 +471,7 @@ def test_torchrun_can_start_workers(tmp_path):
     assert out.count("step:  3") == 1, "only LOG_RANK is shown"
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert [each["event"] for each in read_events(tmp_path)] == ["start", "begin", "stop"]
 
 
 @pytest.mark.long
@@ -541,6 +549,7 @@ def test_a_closed_pipe_ends_a_command_quietly():
     ("line", "names"),
     [
         ("trian", "'trian'; did you mean 'train'?"),
+        ("hlep", "did you mean 'help'?"),
         ("zzz", "'zzz'; commands are: train, config"),
         ("download gpt2", 'hf download REPO --include "tokenizer*" --local-dir DIR'),
         ("data perpare", "'perpare'; did you mean 'prepare'?"),
@@ -616,6 +625,12 @@ def test_a_dump_folder_where_none_can_be_made_is_refused_whatever_the_permission
     ):
         with refused(f'job.dump_folder = "{folder}"', why):
             preflight._check_dump_folder(folder)
+
+
+def test_metrics_that_cannot_be_written_are_refused_before_a_worker_starts(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with refused(f'job.dump_folder = "{tmp_path}"', f"{tmp_path}/metrics.jsonl", "Is a directory"):
+        preflight._check_dump_folder(tmp_path)
 
 
 def test_a_mistake_of_the_user_and_ctrl_c_are_one_line_and_a_bug_is_raised(monkeypatch, capfd):

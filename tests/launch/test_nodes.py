@@ -1,7 +1,9 @@
 """Several nodes: they connect or name the missing ones; the cluster's variables are understood."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -9,16 +11,21 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.jobs import TINY
-from tests.launch.nodes import cluster, outputs, start_nodes
+from tests.launch.nodes import cluster, free_port, outputs, start_nodes, trained
 from tests.messages import refused, says
-from tests.runs import environment, records, start
-from titanlite.errors import FAILED
+from tests.runs import children, environment, records, start, wait_for
+from titanlite.config.schema import Comm
+from titanlite.errors import CUT_SHORT
 from titanlite.fault.board import ANSWER_SECONDS
-from titanlite.launch.nodes import count_gpus, count_processes, find_nodes, gpu_bytes
+from titanlite.launch import node
+from titanlite.launch.nodes import Nodes, count_gpus, count_processes, find_nodes, gpu_bytes
 from titanlite.runtime import cluster as machine
-from titanlite.runtime.cluster import rank_info, store_address
+from titanlite.runtime.cluster import RankInfo, rank_info, store_address
+from titanlite.runtime.distributed import process_group
+from titanlite.runtime.rank_files import attempt_prefix
 from titanlite.train import rank_facts
 
 SILENT = """
@@ -106,23 +113,75 @@ def test_a_name_server_that_does_not_answer_holds_up_the_store_for_less_than_lau
 
 def test_two_launchers_train_together_and_rank_0_is_on_node_0(tmp_path):
     first, second = outputs(start_nodes(TINY, tmp_path))
-    says(first, "node 0 of 2, from NNODES", "dp_shard 2")
-    says(second, "step:  3")  # node 1 shows its own first rank
+    says(first, "NODE_RANK 0 (2 nodes; from NNODES", "dp_shard 2")
+    (line,) = second.splitlines()
+    says(line, "NODE_RANK 1 (2 nodes")
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("present", "names"),
-    [
-        pytest.param(0, "3 s (comm.init_timeout_seconds); missing: NODE_RANK 1", id="node 0"),
-        pytest.param(1, "node 0 did not answer at 127.0.0.1", id="node 1", marks=pytest.mark.long),
-    ],
-)
-def test_one_of_two_nodes_names_the_missing_one(tmp_path, present, names):
-    argv = [*TINY, "--comm.init_timeout_seconds=3"]
-    (out,) = outputs([start(argv, tmp_path, NODE_RANK=str(present), **cluster())], FAILED)
-    says(out, names)
+def test_node_0_names_the_missing_nodes_while_it_waits_and_at_its_end(tmp_path):
+    argv, limit = [*TINY, "--comm.init_timeout_seconds=6"], "6 s (comm.init_timeout_seconds)"
+    (out,) = outputs([start(argv, tmp_path, NODE_RANK="0", **cluster())], CUT_SHORT)
+    says(out, f"for NODE_RANK 1, at most {limit}\n", f"{limit}; missing: NODE_RANK 1\n")
     assert "Traceback" not in out
+
+
+def test_a_node_without_node_0_names_its_address_while_it_waits_and_at_its_end(monkeypatch, capsys):
+    monkeypatch.setattr(node, "SAY_SECONDS", 0.1, raising=False)
+    missing = Nodes(2, 1, "127.0.0.1", int(free_port()), "")
+    where = f"127.0.0.1:{missing.master_port}"
+    with refused(where, "1 s (comm.init_timeout_seconds)", "MASTER_ADDR", kind=node.NoNode0) as end:
+        node._connect(missing, 1)
+    assert end.value.code == CUT_SHORT, "as of any missing node: another start may find it"
+    says(capsys.readouterr().out, f"node 0 at {where} (connection refused), at most 1 s")
+
+
+@pytest.mark.long
+def test_ranks_below_two_agents_of_torchrun_meet_again_though_only_one_agent_counts_the_restart(
+    tmp_path,
+):
+    """As with NCCL, rank 0 does not notice that rank 1 was killed; agent 0 restarts it all the
+    same, and does not count that. The report of the hang that follows has the beats of both.
+    """
+    module = "torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=1 "
+    module += f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --local-addr=127.0.0.1 "
+    argv = [*TINY, "--training.steps=9", "--fault.stall_seconds=10", "--metrics.log_freq=1"]
+    environ = {"INJURY": "sleep:forward:1:3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    argv += ["--model.package=injured"]
+    agents = [
+        start(argv, tmp_path, f"{module} --rdzv-conf=is_host={host} -m titanlite.train", **environ)
+        for host in (1, 0)
+    ]
+    trained(tmp_path, agents[0], 2)
+    (unaware,), (killed,) = (children(agent.pid) for agent in agents)
+    os.kill(unaware, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
+    while not is_pending(signal.SIGTERM, unaware):
+        time.sleep(0.1)
+    os.kill(unaware, signal.SIGKILL)
+    wait_for(tmp_path / "logs/hang-0.txt", agents[0], 200)
+    says((tmp_path / "logs/hang-0.txt").read_text(), "rank 1 on", "forward of step 3")
+
+
+def is_pending(number: int, pid: int) -> bool:
+    """Return whether a process that is stopped has a signal that waits for it."""
+    (pending,) = re.findall(r"ShdPnd:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def test_ranks_below_torchrun_share_a_prefix_only_in_a_store_that_outlives_an_attempt():
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    own, agents = ({"TORCHELASTIC_USE_AGENT_STORE": word} for word in ("False", "True"))
+    assert attempt_prefix({**own, **restarted}) == attempt_prefix(own)
+    assert attempt_prefix({**agents, **restarted}) != attempt_prefix(agents)
+
+
+@pytest.mark.parametrize(("shared", "told"), [("True", True), ("False", False)])
+def test_the_variable_that_torchrun_needs_on_several_nodes_is_named(shared, told, tmp_path, capsys):
+    several = {"LOCAL_WORLD_SIZE": "0", "TORCHELASTIC_USE_AGENT_STORE": shared}
+    alone = RankInfo(0, 1, 0, "here")
+    with process_group(alone, torch.device("cpu"), Comm(), tmp_path, several):
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == told
 
 
 # ---------------------------------------------------------------- variables

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.jobs import PARROT, QUIET, TINY, job
+from tests.jobs import MOE, PARROT, QUIET, TINY, job
 from tests.messages import refused, says
 from titanlite.config.load import ConfigError, load, parse_command_line
 from titanlite.config.rules.run import long_warmup
@@ -64,6 +64,24 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch)
         preflight.rank_bytes(job(TINY, 2), "cpu", 64)
 
 
+KEPT = "parallelism.fsdp_keep_whole"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([f"--{KEPT}=['*router*']"], "*router*"),
+        ([f"--{KEPT}=['*']"], "every parameter"),
+        ([*MOE, f"--{KEPT}=['*experts*']", "--parallelism.tensor_parallel_degree=2"], "moe.exp"),
+        ([*MOE, f"--{KEPT}=['*experts*']"], ""),
+    ],
+)
+def test_parameters_that_cannot_stay_whole_are_refused_before_ranks_start(refusal, argv, named):
+    found = refusal([*TINY, *argv], 2)
+    says(found, *[KEPT, named] * bool(named))
+    assert bool(found) == bool(named)
+
+
 def mixture(*parts: str) -> str:
     return f"--training.mixture=[{', '.join(f'{{{part}, weight=0.5}}' for part in parts)}]"
 
@@ -91,9 +109,9 @@ UNKNOWN = 'dataset = "txt"'
 )
 def test_faults_of_keys_and_of_data_are_in_one_list(argv, key):
     line = parse_command_line(["--training.stepz=3", "--model.flavor=8b", *argv], {})
-    text = str(ConfigError([*load(line).faults, *preflight.data_faults(load(line))]))
+    text = str(ConfigError([*load(line).faults, *preflight.file_faults(load(line))]))
     says(text, "2 configuration errors", key, "(command line)")
-    assert not preflight.data_faults(load(parse_command_line(["--training.stepz=3"], {})))
+    assert not preflight.file_faults(load(parse_command_line(["--training.stepz=3"], {})))
 
 
 @pytest.mark.parametrize("warmup", [10, 11])

@@ -20,8 +20,8 @@ from tests.runs import ROOT, environment, finish, popen, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line
-from titanlite.launch.terminal import Follower, Terminal
-from titanlite.observe.console import colored, shortened
+from titanlite.launch.terminal import NOTICES, Follower, Terminal, known_facts, note
+from titanlite.observe.console import colored, open_log, rank_log, shortened
 from titanlite.runtime.cluster import shown_ranks
 
 LINE = (
@@ -180,6 +180,27 @@ def test_progress_goes_on_after_a_loss_that_was_not_finite_and_is_no_wider_than_
     assert ("5 tokens/s" in plain) == (columns == 160)
     assert max(len(line.rstrip()) for line in re.split(r"[\r\n]+", plain)) <= columns
     assert plain.split().count("words") == 20, "lines break between words"
+
+
+TIMED = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_log_files_have_the_time_of_each_line_and_the_console_has_none(tmp_path, capsys, launched):
+    text, file = f"mesh       two ranks\n\n{LINE}\n", rank_log(tmp_path, 0)
+    open_log(tmp_path, 0, launched, shown=True).info(text.removesuffix("\n"))
+    out = capsys.readouterr().out
+    if launched:  # the launcher makes the file of what a rank prints
+        file.parent.mkdir()
+        file.write_text(out)
+        with Terminal({0: file}, tmp_path / "metrics.jsonl", 9, color=False):
+            pass
+        out = capsys.readouterr().out
+    assert out == text
+    note(file.parent, LINE)
+    for written, lines in ((file, text), (file.with_name(NOTICES), f"{LINE}\n")):
+        assert re.findall(f"(?m)^{TIMED}(.*)$", written.read_text()) == lines.splitlines()
+    assert known_facts(file.parent, [0]) == {"mesh       two ranks", LINE}
 
 
 @pytest.mark.parametrize("color", [True, False])

@@ -147,7 +147,7 @@ def recording_backend(graphs: list[Counter[str]]) -> Any:
     )
 
 
-@pytest.mark.parametrize("mode", sample(["selective", "full"], "selective"))
+@pytest.mark.parametrize("mode", sample(["selective", "full"]))
 def test_a_compiled_block_neither_makes_the_mask_nor_attends_twice(mode, as_on_a_gpu):
     """With recomputation too; only full recomputation attends again. One graph serves all blocks
     and documents.

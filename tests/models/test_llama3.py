@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.messages import refused
 from tests.models.small import SMALL, built
 from titanlite import registry
+from titanlite.models import llama3
 from titanlite.models.common.rope import rotate
+from titanlite.parallel.build import build_meta_model
 from titanlite.parallel.init import materialize
 from titanlite.registry import Rule, assign, ones
 
@@ -66,6 +70,9 @@ def test_a_table_must_cover_every_parameter_once():
     ):
         with refused(*says):
             assign(rows, [*NAMES, *more], ties=ties)
+    spec = replace(llama3.SPEC, rules=lambda flavor: ROWS)
+    with refused("norm.weight", "no row", __file__):
+        build_meta_model(spec, llama3.FLAVORS["debugmodel"])
 
 
 def test_earlier_names_are_accepted():

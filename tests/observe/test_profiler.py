@@ -26,6 +26,7 @@ def phases(trace: Path) -> tuple[list[str], Counter[str]]:
     return steps, Counter(name for name in names if name in {*STEP, "validation"})
 
 
+@pytest.mark.long
 def test_each_rank_traces_the_configured_steps_with_their_phases(pool, tmp_path):
     argv = [*PROFILED, "--training.steps=9", "--training.global_batch_size=8"]
     argv += ["--validation.enable", "--validation.freq=4", "--validation.steps=1"]

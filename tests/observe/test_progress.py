@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import pty
 import sys
+import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
+from tests.messages import says
+from titanlite.cli import main
 from titanlite.observe import progress
 from titanlite.observe.progress import describe, track
+from titanlite.planner import plan
 
 MIB = 1 << 20
 
@@ -38,6 +42,16 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(capsys, monkeypatc
         "titanlite: 2 of 7 rows, 10/min, 0:30 left",
         "titanlite: 5 of 7 rows, 12.5/min, 0:10 left",
     ]
+
+
+def test_a_plan_says_that_it_goes_on(capsys, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "print_notice", lambda text: (print(text), goes_on.set()))
+    monkeypatch.setattr(plan, "make_plan", lambda *_: goes_on.wait(30) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", "--gpu", "h100-80g"])
+    says(capsys.readouterr().out, "planning, 0:00 so far")
 
 
 def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(monkeypatch):

@@ -95,6 +95,7 @@ def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_state_has_the_same_bits_on_every_mesh(pool, tmp_path):
     argv = [*TINY, "--model.overrides.n_kv_heads=2", NARROW]
     expected = pool.run(states_after_steps, argv, str(tmp_path), world=1)

@@ -128,6 +128,7 @@ def test_mfu_of_an_unknown_device_is_not_guessed(monkeypatch):
         "NVIDIA GH200 480GB": 989,
         "NVIDIA GB200": 2500,
         "NVIDIA GB300": 2500,
+        "NVIDIA B300 SXM6 AC": 2250,
         "NVIDIA GeForce RTX 4090": None,
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

@@ -339,13 +339,13 @@ IN_DEFAULT = {
     "experts": Row("experts", 2, EP),
     "uneven shards": Row("odd", 3, "", 2),
     "deferred over replicas": Row("llama", 4, f"{HSDP} {DEFERRED}replicas", 3),
-    "compiled, recomputed": Row(
-        "llama", 2, f"{RECOMPUTED}selective {COMPILED} {PREFETCH} {DEFERRED}true", 3
-    ),
     "tp, kept whole": Row("even", 2, f"{TP} {SMALL}"),
     "stages in a V": Row("four", 2, f"{PP} {ZBV}", 2),
 }
 IN_LONG = {
+    "compiled, recomputed": Row(
+        "llama", 2, f"{RECOMPUTED}selective {COMPILED} {PREFETCH} {DEFERRED}true", 3
+    ),
     "resharded to two": Row("llama", 4, f"{RESHARD}2", 3),
     "muon, offloaded": Row("even", 2, f"{MUON} {OFFLOADED}"),
     "muon, tp, kept whole": Row("even", 4, f"{TP} {MUON} {SMALL}"),

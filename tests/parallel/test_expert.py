@@ -150,6 +150,7 @@ def test_experts_are_sharded_whole_where_their_number_divides(experts, ways):
     assert placements == {ways}
 
 
+@pytest.mark.long
 def test_what_is_around_experts_is_compiled_and_all_blocks_share_its_graphs():
     """Norms, attention, a router's choice and its loss, the order by expert, the gates, and the sum
     by weight; a graph for each block would end the run at the ninth.

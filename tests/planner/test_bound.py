@@ -204,6 +204,7 @@ def test_the_page_shows_every_row_with_its_error():
     says((ROOT / "docs/planning.md").read_text(encoding="utf-8"), "\n".join(table()))
 
 
+@pytest.mark.long
 def test_the_formulas_count_what_a_rehearsal_counts(monkeypatch):
     monkeypatch.setitem(FLAVORS, "debugmodel", replace(FLAVORS["debugmodel"], n_layers=2))
     argv = [*QUIET, f"--training.seq_len={SEQUENCE}", "--activation_checkpoint.mode=full"]

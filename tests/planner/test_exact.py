@@ -17,7 +17,7 @@ PIPELINE = row("pp2", schedule="ZBVZeroBubble")
 CONTEXT = next(one for one in ROWS if "--training.document_mask" in one.more)
 EXPERTS = row("ep2", 7, model="mixture")
 SAMPLE = [
-    TENSOR,
+    pytest.param(TENSOR, marks=pytest.mark.long),
     *(pytest.param(one, marks=pytest.mark.nightly) for one in (PIPELINE, CONTEXT, EXPERTS)),
 ]
 """`titanlite plan --selftest` has many more."""

@@ -52,6 +52,7 @@ def test_groups_that_cross_nodes_are_named():
     )
 
 
+@pytest.mark.long
 def test_placements_of_70b_on_256_ranks_need_one_process(capsys):
     assert main(["config", "--placements", "--config", "llama_70b.toml"]) == 0
     out = capsys.readouterr().out

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
-from tests.jobs import TINY, job
+from tests.jobs import QUIET, TINY, job
 from tests.messages import says
 from tests.planner.steps import H100, plan_step
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
-from titanlite.planner.bounds import Facts
-from titanlite.planner.depth import plan_ranks
+from titanlite.planner.bounds import FLOAT8, Facts
+from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
 from titanlite.planner.search import Found, changed, changes, measured, search
@@ -91,6 +91,37 @@ def test_a_plan_is_ruled_out_as_slow_by_no_more_than_its_estimate():
         given = job([*SMALL, *long, f"--{split}=2"], 2)
         estimate = speed_of_job(given, plan_ranks(given), H100)[0].estimate
         assert Facts(given, H100).least_seconds(given) <= estimate
+
+
+FULL = "--activation_checkpoint.mode=full"
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ("--model.freeze=['tok_embeddings.*','layers.*','norm.*']", 1),
+        (f"--model.freeze=['tok_embeddings.*','layers.?.*','layers.1[0-4].*'] {FULL}", 1),
+        pytest.param(f"--{searching.TP}=4 {FULL}", 4, marks=pytest.mark.long),
+    ],
+)
+def test_limits_are_no_more_than_what_is_rehearsed_with_frozen_parts_and_split_activations(
+    words, world
+):
+    """Where blocks' inputs take most memory, and computing most time."""
+    sizes = "dim=512 n_layers=16 n_heads=4 n_kv_heads=4 hidden_dim=256".split()
+    wide = [*QUIET, *(f"--model.overrides.{size}" for size in sizes), "--training.seq_len=512"]
+    given = job([*wide, "--training.local_batch_size=32", *words.split()], world)
+    facts, ranks = Facts(given, H100), plan_ranks(given)
+    assert facts.least_bytes(given) <= fullest(ranks).peak
+    assert facts.least_seconds(given) <= speed_of_job(given, ranks, H100)[0].estimate
+
+
+def test_what_float8_needs_says_nothing_of_plans_without_it():
+    plain = llama("llama_8b.toml", 8)
+    float8 = changed(plain, {FLOAT8: True})
+    assert float8 and searching._needs_no_less(plain, plain)
+    assert not searching._needs_no_less(float8, plain)
+    assert not searching._needs_no_less(plain, float8)
 
 
 def test_short_sequences_are_split_as_given_or_not_at_all():
@@ -182,5 +213,4 @@ def test_changes_are_rehearsed_and_fit():
 def test_8b_on_one_gpu_needs_more_gpus():
     found = changes(llama("llama_8b.toml", 1), H100)
     worlds = [change.option.partition("--world ")[2] for change in found]
-    assert worlds == ["2", "4", "8"]
-    assert found[0].peak > found[1].peak > found[2].peak
+    assert worlds == ["2"]

@@ -114,4 +114,4 @@ def test_ray_trains_on_a_cluster_of_two_nodes(tmp_path):
         cluster.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
-    assert "node 1 of 2" in done.stdout, done.stdout
+    assert "NODE_RANK 1 (2 nodes" in done.stdout, done.stdout

@@ -50,7 +50,7 @@ def timeouts_of_a_run(folder: str) -> tuple[set[timedelta], timedelta, list[tupl
             time.sleep(0.3)
             taken.touch()
 
-    def change(seconds: float, excluded: list[dist.ProcessGroup]) -> None:
+    def change(seconds: float, excluded: dist.ProcessGroup) -> None:
         is_taken = taken.exists()
         set_collective_timeout(seconds, excluded)
         changes.append((is_taken, {timeout_of(group) for group in groups}, timeout_of(of_saves)))

@@ -25,7 +25,7 @@ from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
 
 
-@pytest.mark.parametrize("store", sample(["s3", "gs", "az", "seaweedfs"], "s3"), indirect=True)
+@pytest.mark.parametrize("store", sample(["s3", "gs", "az", "seaweedfs"]), indirect=True)
 def test_a_run_that_lost_its_disk_goes_on_from_the_bucket_in_the_same_bits(
     train, straight, url, tmp_path
 ):

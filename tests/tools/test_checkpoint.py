@@ -16,6 +16,7 @@ from tests.tools.conftest import MESH
 from titanlite.checkpoint.manifest import read_manifest
 
 
+@pytest.mark.long
 def test_ls_shows_steps_meshes_and_damage(run, tool):
     os.truncate(run / "checkpoint/step-2/rank-1.safetensors", 5)
     flip(run / "checkpoint/step-1/rank-0.safetensors", 5000)
@@ -114,6 +115,7 @@ def test_a_checkpoint_of_torch_is_recognized_with_the_way_across(tool, tmp_path)
         ("checkpoint show", step),
         ("checkpoint verify", step),
         ("checkpoint export", step, tmp_path / "out"),
+        ("checkpoint import", step, tmp_path / "out"),
     ):
         says(tool(*words, code=2), "DCP", "checkpoint.last_save_in_hf")
 

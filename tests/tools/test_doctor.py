@@ -17,7 +17,7 @@ from tests.jobs import TINY
 from tests.launch.nodes import cluster
 from tests.messages import says
 from tests.runs import command, descendants, environment, finish, start
-from titanlite.tools.doctor import shown_variables
+from titanlite.tools.doctor import pressure, shown_variables
 
 PLAIN = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -55,9 +55,16 @@ def test_the_doctor_prints_the_ranks_and_their_network_shows_no_secret_and_leave
         r"0-1 +\S+ +cpu +titanlite .*",
         r"preflight  2 ranks on 1 host .*",
         r"network    .* dp_shard 2: \S+ MB in \S+ ms, \S+ GB/s",
+        r".* cores, .*, load \d+\.\d of \d+ CPUs, .* free in /dev/shm, ulimit -n \d+ .*",
         r"nothing looks wrong|warning: .*",
     ):
         assert re.search(rf"(?m)^({line})$", out), line
+
+
+def test_the_machine_is_described_by_its_load_shared_memory_and_open_files():
+    assert re.fullmatch(
+        r"load \d+\.\d of \d+ CPUs, \S+ \S+ free in /dev/shm, ulimit -n \d+", pressure()
+    )
 
 
 def test_variables_that_may_be_secret_are_not_shown():

@@ -18,6 +18,7 @@ from tests.messages import refused, says
 from tests.runs import run as start_run
 from tests.tools.conftest import MESH
 from titanlite.checkpoint.load import load_tensors
+from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.models import llama3
 
 MODEL = [word for word in [*TINY, *MESH] if word.startswith("--model")]
@@ -30,7 +31,8 @@ def test_an_export_is_imported_as_the_same_bits_and_a_run_starts_from_them(
     left, foreign = (tmp_path / f".{name}.0123abcd.staging" for name in ("hf", "hfx"))
     left.mkdir()  # by a killed export
     foreign.mkdir()
-    says(tool("checkpoint export", saved, hf), "no tokenizer")
+    tool("checkpoint export", saved, hf)
+    assert isinstance(load_tokenizer(str(hf)), ByteTokenizer)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", foreign.name}
     out = tool("generate --checkpoint", hf, code=2)
     assert out.endswith(f"checkpoint import {hf} OUT\n")

@@ -5,6 +5,8 @@ process without process groups.
 import math
 import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ import titanlite
 from tests.checkpoint.test_load import flip
 from tests.data.assets import make_assets
 from tests.messages import says
-from tests.runs import records
+from tests.runs import environment, records
 from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.status import finished_message
+from titanlite.config.load import load, parse_command_line
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.tools.evaluate import Counted
 from titanlite.tools.generate import Show, narrowing
@@ -24,6 +28,7 @@ from titanlite.train.generate import _sample
 ASKED = ("--prompt", "def ", "--tokens", "12")
 
 
+@pytest.mark.long
 def test_generate_samples_from_the_newest_checkpoint_of_any_mesh(saved, run, tool):
     words = ("generate --config", saved / "config.toml", *ASKED, "--temperature=0")
     out = tool(*words)
@@ -42,15 +47,45 @@ def test_the_config_of_a_checkpoint_is_its_own_by_default(saved, tool, tmp_path,
     monkeypatch.chdir(tmp_path)
     expected = tool("generate --config", saved / "config.toml", *ASKED)
     for folder in (saved, saved / "checkpoint", saved / "checkpoint/step-3"):
-        assert tool("generate --checkpoint", folder, *ASKED) == expected
+        assert tool("generate", folder, *ASKED) == expected
+    assert tool("generate --checkpoint", saved, *ASKED) == expected
+    says(tool("generate --checkpoint", saved, saved, code=2), "two places")
+    says(tool("generate The quick", code=2), "--prompt 'The quick'")
     says(tool("generate", code=2), "outputs/checkpoint")
     out = tool("generate --config debug.toml --job.dump_folder=other", code=2)
     says(out, "other/checkpoint")
     assert len(out.splitlines()) == 1
     (tmp_path / "outputs").symlink_to(saved)
-    assert tool("generate", *ASKED).splitlines()[:-1] == expected.splitlines()[:-1]
+    words = ("generate --generate.prompt", "def ", "--generate.tokens", 12)
+    assert tool(*words).splitlines()[:-1] == expected.splitlines()[:-1]
     for named in (saved / "config.toml", saved / "checkpoint/step-3/config.toml"):
         says(tool("generate --checkpoint", named, code=2), f"{named} is a file")
+
+
+def test_a_small_model_has_one_thread_unless_the_user_gave_another_number(saved, tool, monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        for given, expected in (("2", 2), (None, 1)):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if given:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            torch.set_num_threads(2)
+            tool("generate", saved, "--tokens=1")
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("code", ["load", "generate"])
+def test_threads_wait_without_spinning_where_a_saved_model_runs(saved, code):
+    """OpenMP reads how they wait when torch is imported."""
+    words = ["-c", f"import titanlite; titanlite.load({str(saved)!r})"]
+    if code == "generate":
+        words = ["-m", "titanlite", "generate", str(saved), "--tokens=1"]
+    environ = environment(OMP_DISPLAY_ENV="verbose")
+    environ.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True)
+    says(done.stderr, "GOMP_SPINCOUNT = '0'")
 
 
 def test_the_checkpoints_of_a_run_are_found_in_the_folder_that_its_config_names(
@@ -126,7 +161,7 @@ def test_text_is_printed_as_its_tokens_come_and_never_half_a_character(capsys):
 def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     (expected,) = [e["validation_loss"] for e in records(saved) if "validation_loss" in e]
     held_out = saved / "held.txt"
-    words = ("evaluate --checkpoint", saved)
+    words = ("evaluate", saved)
     out = tool(*words)
     found = dict(re.findall(r"^(\S.*?)  +(.*)$", out, re.MULTILINE))
     # The end of the document is the last token, and no window's label.
@@ -139,6 +174,14 @@ def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
     assert tool(*words) == out
     says(tool(*words, "--steps", "1"), "8 of 16")
     says(tool(*words, "--steps", "1000"), f"{windows} of 16", "1,000", "8,000")
+
+
+def test_a_finished_run_without_its_last_validation_names_evaluate(run):
+    line = parse_command_line(["--config", f"{run}/config.toml", f"--job.dump_folder={run}"], {})
+    config = load(line).config
+    assert "evaluate" not in finished_message(config)
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1}\n')
+    says(finished_message(config), "already at step 3", f"evaluate {run}")
 
 
 def test_bytes_are_those_of_the_text_without_its_ends(tmp_path):

@@ -45,6 +45,14 @@ def test_every_curve_shows_what_was_logged(tmp_path):
     np.testing.assert_allclose(drawn["Validation loss"][1], [(10, 3.5), (20, 2.5)])
 
 
+def test_two_validations_are_points_and_no_line(tmp_path):
+    steps = [record(s, 4 - s / 10) for s in range(1, 21)]
+    figure = draw([read_run(write(tmp_path / "run", steps, [(10, 3.5), (20, 2.5)]))], "steps")
+    loss, validation = ([line.get_linewidth() for line in axes.get_lines()[:2]]
+                        for axes in figure.axes[:2])  # fmt: skip
+    assert all(loss) and not any(validation)
+
+
 def test_a_few_high_values_make_the_axis_logarithmic_and_the_title_says_so(tmp_path):
     steps = [record(s, 3.0, grad_norm=100.0 if s == 5 else 0.5 + s / 100) for s in range(1, 15)]
     drawn = panels(write(tmp_path / "run", steps))
@@ -151,7 +159,7 @@ def test_a_file_that_training_did_not_write_is_an_error(tmp_path, tool, text, na
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("", "DUMP"),
+        ("", "outputs does not exist"),
         ("/nonexistent", "/nonexistent does not exist"),
         (".", "metrics.jsonl does not exist"),
         ("run --ot x", "--out?"),
@@ -185,13 +193,14 @@ def test_a_terminal_has_the_losses_of_every_run_without_matplotlib(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write(Path("falls"), [record(s, 5 - s / 20) for s in range(1, 81)])
-    write(Path("rises"), [record(s, math.inf if s < 9 else s / 20) for s in range(1, 81)])
+    write(Path("rises"), [record(s, math.inf if s < 9 else s / 20) for s in range(1, 41)])
     write(Path("nowhere"), NOTHING[1:])
     table, charts = tool("plot falls rises nowhere --text").split("\n\n")
     says(table, "1.00000", "nan")
     falls, rises, nowhere = charts.splitlines()
-    assert re.fullmatch("falls  +█+▇.*▂▁+", falls) and re.fullmatch("rises +▁+▂.*▇█+", rises)
+    assert re.fullmatch("falls  +█+▇.*▂+", falls) and re.fullmatch("rises +▁+▂.*▃+", rises)
     assert len(falls) == width and nowhere.strip() == "nowhere"
+    assert abs(len(rises) - 9 - (width - 9) / 2) <= 1, "half as many steps, on the same scale"
     assert not list(tmp_path.glob("*.html"))
     # In a narrow one the values of a run are lines.
     table = tool("plot falls --text")

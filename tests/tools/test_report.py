@@ -25,10 +25,12 @@ from tests.tools.conftest import record, write
 from titanlite.cli import main
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.launch.terminal import DONE, note
+from titanlite.observe.events import DONE, EVENTS, FAILED, STOPPED, record_event
 from titanlite.tools.record import chart
 from titanlite.tools.top import view
 
+AT = r"  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  "
+OF_A_START = "config.toml", "environment.json", "logs/ranks.json", "logs/launcher.log"
 SUFFERED = {
     8: {"checkpoint_blocked_seconds": 0.25, "checkpoint_write_seconds": 1.5},
     9: {"bad_norm": None, "skipped": 1},
@@ -41,8 +43,15 @@ def run(tmp_path) -> Path:
     steps = [record(s, 4 - s / 10, memory_gib=1 + s / 10) for s in range(1, 11)]
     folder = write(tmp_path / "run", steps, [(5, 3.5), (10, 2.875)], SUFFERED)
     logs = folder / "logs"
-    for name in ("attempt-2", "attempt-3"):
-        (logs / name).mkdir(parents=True)
+    logs.mkdir()
+    record_event(folder, "start", attempt=1)
+    record_event(folder, "start", attempt=1)  # the machine had lost its power
+    record_event(folder, "stop", how=FAILED, why="no space left")
+    for attempt in (1, 2):
+        record_event(folder, "start", attempt=attempt)
+        record_event(folder, "begin", mesh="dp_shard 2", step=5 * attempt)
+        record_event(folder, "restart", why="rank 1 on b: SIGKILL; restart 1 of 3")
+    record_event(folder, "start", attempt=3)
     (logs / "hang-1.txt").write_text("rank 1 hung")
     (logs / "launcher.log").write_text("titanlite: planned peak 52.5 MiB a rank, in head; else\n")
     beat = {"phase": "forward", "step": 11, "seconds": 0.2, "host": "a"}
@@ -67,7 +76,12 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(run,
         r"  validation_loss +2\.875 .*",
         r"  memory +2\.00 GiB measured, planned 52\.5 MiB a rank, in head",
         r"  saves +1; step 8 in 1\.50 s, 0\.25 s of waiting",
-        r"  restarts +3 .*",
+        r"  restarts +2 .*",
+        r"  time \(UTC\) +start and end",
+        rf"{AT}end not recorded: .*",
+        rf"{AT}no space left",
+        rf"{AT}dp_shard 2 from step 5; rank 1 on b: SIGKILL; .*",
+        rf"{AT}starting",
         r"  hangs +1 .*",
         r"  bad steps +1",
         r" *0 +forward +11 +0\.2 +a *",
@@ -76,9 +90,18 @@ def test_the_view_has_curves_events_and_the_place_of_each_rank_in_any_width(run,
         assert any(re.fullmatch(line, each) for each in lines), line
 
 
-def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process(run, tool):
+def test_commands_about_a_run_are_about_outputs_by_default(saved, tool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("outputs").symlink_to(saved)
+    of_checkpoints = [f"checkpoint {command}" for command in ("ls", "show", "verify")]
+    for command in ("top", "plot --text", "report --html page.html", *of_checkpoints):
+        tool(command)
+
+
+def test_on_a_cpu_the_measured_memory_is_said_to_be_of_the_whole_process_and_not_planned(run, tool):
     (run / "environment.json").write_text('{"device": "cpu"}')
-    says(tool("top", run), "2.00 GiB measured", "whole process")
+    (run / "logs/launcher.log").unlink()
+    says(tool("top", run), "2.00 GiB measured", "whole process", "no plan")
 
 
 @pytest.mark.long
@@ -113,7 +136,7 @@ def test_in_a_terminal_the_view_follows_the_run_until_ctrl_c(run):
 @pytest.mark.long
 def test_of_half_a_run_there_is_what_its_files_have(run, tool):
     """Such as one of an older version, or started by torchrun."""
-    for name in ("config.toml", "logs/ranks.json", "logs/launcher.log", "environment.json"):
+    for name in (*OF_A_START, EVENTS):
         (run / name).unlink()
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -152,7 +175,9 @@ def test_a_run_is_done_when_its_last_step_is_saved(run, tool):
     old = time.time() - 90  # killed in its last validation
     os.utime(places, (old, old))
     assert re.search("step 20 of 20, no .* 1:3", tool("top", run))
-    note(run / "logs", f"{DONE}step 20")
+    record_event(run, "stop", how=STOPPED, why="SIGTERM")
+    says(tool("top", run), "step 20 of 20, stopped\n")
+    record_event(run, "stop", how=DONE)
     says(tool("top", run), "step 20 of 20, done\n")
 
 
@@ -197,12 +222,11 @@ def test_the_page_says_what_was_trained_and_when_and_lies_in_the_dump_folder(run
     log = [f"{name:<10} {text}" for name, text in facts.items()]
     (run / "logs/rank-0.log").write_text("\n".join([*log, "step:  1  loss:  6"]))
     end = "rank 1: exited (SIGTERM)"
-    with (run / "logs/launcher.log").open("a") as launcher:
-        launcher.write(f"ended: {end}\n")
+    record_event(run, "stop", how=FAILED, why=end)
     assert tool("report", run) == f"wrote {run}/report.html\n"
     text = (run / "report.html").read_text()
     says(text, "<title>a &lt;small&gt; Llama</title>", "<h2>Mesh</h2><")
-    says(text, "step 10 of 20, ended", end)
+    says(text, "step 10 of 20, failed", end, "<h2>Starts</h2>", "not recorded")
     rows = {**facts, "folder": str(run), "started": "2026-11-27T10:00:00+0000"}
     says(text, *(f"<td>{name}</td><td>{value}</td>" for name, value in rows.items()))
     today = datetime.now().astimezone().strftime("%Y-%m-%d")
@@ -211,8 +235,13 @@ def test_the_page_says_what_was_trained_and_when_and_lies_in_the_dump_folder(run
 
 def test_the_page_has_the_run_and_needs_nothing_else(run, tool):
     page = run / "page.html"
+    sample = "a sample, at temperature 0.7:\n\n    def f():\n\n        <b>\n\nsaved"
+    (run / "logs/rank-0.log").write_text(sample)
     tool("report", run, "--html", page)
     text = page.read_text()
+    says(text, "<h2>Sample, at temperature 0.7</h2><pre>def f():\n\n    &lt;b&gt;</pre>")
+    assert re.search(r"<h2>Ranks, \d{4}-[\d-]+ [\d:]+ ", text), "a time that holds tomorrow too"
+    says(text, '<table id="progress">', "<td>3.00000</td>")
     says(
         text,
         "<svg",

@@ -5,6 +5,7 @@ same step, and validation has one value on any ranks.
 import copy
 import gc
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +20,7 @@ from tests.parallel.rows import GPT2
 from tests.runs import losses, records
 from titanlite.data.windows import Windows
 from titanlite.models.common.feed_forward import SwiGLU
+from titanlite.observe import progress
 from titanlite.train.guard import NonFinite
 from titanlite.train.report import loss_over_ranks
 from titanlite.verify.pool import RankFailed
@@ -269,6 +271,26 @@ def test_steps_of_a_ragged_set_give_one_value_on_any_ranks(pool, tmp_path, steps
         found.append([r["validation_loss"] for r in records(folder) if "validation_loss" in r])
     assert len(found[0]) == 2
     assert found[1:] == [pytest.approx(found[0], rel=1e-9)] * 2
+
+
+def run_with_all_progress(argv: list[str], folder: str) -> dict[str, Any]:
+    with patch.object(progress, "LINE_SECONDS", 0):
+        return run_to_end(argv, folder)
+
+
+def test_a_validation_is_announced_shows_its_progress_and_counts_in_the_eta(pool, tmp_path):
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    argv = [*TINY, "--training.steps=3", f"--validation.dataset_path={tmp_path / 'a.txt'}"]
+    argv += ["--validation.enable", "--validation.local_batch_size=3", "--validation.freq=2"]
+    argv += ["--validation.seq_len=32"]
+    part = pool.run(run_with_all_progress, argv, str(tmp_path), world=2)[0]
+    start = "\n".join(part["start"])
+    says(start, "7 windows of 32 tokens in 2 batches", "every 2 steps", "% of the work")
+    says(start, "224 tokens", "validation.steps", "validation.freq")
+    assert [line for line in part["log"] if "validation: 1 of 2 batches" in line], part["log"]
+    steps = [record for record in records(tmp_path) if "loss" in record]
+    left = {each["step"]: each["eta_seconds"] / each["step_seconds"] for each in steps}
+    assert left[1] > 2 and left[3] > 0, "validations after steps 2 and 3 are to come"
 
 
 def validation_and_sample(folder: str, dropout: float) -> tuple[float, list[str]]:

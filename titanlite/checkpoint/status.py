@@ -5,6 +5,7 @@ A launcher forks, and may not open a bucket: at the start another process looks 
 0 writes down each save.
 """
 
+import re
 import sys
 import time
 from contextlib import suppress
@@ -22,7 +23,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
-from titanlite.observe.run_folder import archive_previous_files
+from titanlite.observe.run_folder import METRICS, archive_previous_files
 from titanlite.runtime import bucket, lock, store
 
 _SAVED = ".saved"
@@ -114,9 +115,25 @@ def finished_message(config: JobConfig) -> str:
             saved = name_of(config, step)
             command = command_line("titanlite", "checkpoint", "export", saved, str(target))
             missing = f"; its export is missing: {command}"
+    if config.validation.enable and step == steps and not _was_validated(config):
+        missing += f"; its validation is missing: {command_for(config, 'evaluate')}"
     other = "--checkpoint.folder" if in_bucket(config) else "--job.dump_folder"
     remedy = f"raise --training.steps, or give {other}{missing}"
     return f"already at step {step} of {steps}: {remedy}"
+
+
+def _was_validated(config: JobConfig) -> bool:
+    """Whether the metrics have a validation of the last step."""
+    file = Path(config.job.dump_folder, METRICS)
+    text = file.read_text("utf-8", "replace") if file.exists() else ""
+    return bool(re.search(rf'"step": {config.training.steps},.*"validation_loss"', text))
+
+
+def command_for(config: JobConfig, command: str, *words: str) -> str:
+    """Return a command about the run's newest checkpoint."""
+    package = config.model.package
+    named = ["--model.package", package] if package else []
+    return command_line("titanlite", command, f"{Path(config.job.dump_folder)}", *words, *named)
 
 
 def take_folder(config: JobConfig) -> str:

@@ -18,10 +18,10 @@ class Checkpoint(Section):
     folder: str = "checkpoint"
     """Folder inside job.dump_folder, or URL (s3://, gs:// or az://BUCKET/FOLDER)."""
     interval: Literal["auto"] | Positive = 500
-    """Steps between checkpoints. "auto": the time that loses least, by the cost of a save here and
-    fault.mtbf_hours, checked at logged steps."""
+    """Steps between checkpoints. "auto": the interval that loses the least time, by the cost of a
+    save and fault.mtbf_hours, checked at logged steps."""
     interval_minutes: NonNegative = 0
-    """Most minutes between checkpoints, checked at logged steps; 0 is no limit."""
+    """Maximum minutes between checkpoints, checked at logged steps; 0 means no limit."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: block until written; async: copy, then write in the background;
     async_with_pinned_mem: also copy in the background, into page-locked memory, before the next
@@ -32,18 +32,19 @@ class Checkpoint(Section):
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     after_save: str = ""
     """Command for a shell on node 0 after each save, with {checkpoint} for what was saved. It runs
-    beside the training, one at a time; saves meanwhile are skipped but for the newest."""
+    in parallel with training, one at a time; of the saves in the meantime only the newest
+    follows."""
     upload_parallel: Annotated[Positive, _UPLOADS] = 4
     """Parts that a rank sends to a store at once."""
     part_mib: Annotated[int, Field(ge=5, le=5120), _UPLOADS] = 64
-    """MiB of a part; more where a file would have above 9,000."""
+    """Size of a part in MiB; larger if a file would have more than 9,000 parts."""
     stall_timeout_seconds: Annotated[Seconds, _UPLOADS] = 120
-    """A part without an answer for so long is sent again, so upload_parallel x part_mib must pass
-    within it."""
+    """Time after which a part without an answer is sent again; upload_parallel x part_mib must fit
+    into it."""
     load_step: Annotated[Literal[-1] | Natural, Only()] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Only()] = ""
-    """Checkpoint, folder of them or dump folder to start from if there is none to resume; also a
+    """Checkpoint, folder of them or dump folder to start from if there is nothing to resume; also a
     URL, or TorchTitan's."""
     initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
@@ -64,8 +65,7 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = False
     """Also save after the first step."""
     on_failure: Literal["stop", "warn"] = "stop"
-    """What a failed save, or a disk without room for metrics, does: stop the run, or warn and
-    continue.
-    """
+    """After a failed save, or if the disk has no room for metrics: stop the run, or warn and
+    continue."""
     verify_on_load: Annotated[Literal["full", "sizes"], Only("a checkpoint to verify")] = "full"
     """Checks before loading: checksums of all files, or sizes and the checksums of small files."""

@@ -17,8 +17,8 @@ Written by `titanlite config --markdown` from the docstrings in titanlite/config
 
 A config is TOML; any key can be given on the command line as `--section.key VALUE`. \
 Precedence: command
-line > later file > earlier file > default. A list is one word in quotes, `--model.freeze
-'["norm.weight"]'`; a switch is `--section.key` (true), `--section.no_key` or \
+line > later file > earlier file > default. A list of text may be words with commas, `--model.freeze
+norm.weight,output.weight`; a switch is `--section.key` (true), `--section.no_key` or \
 `--section.key=false`. All errors are
 named before anything starts (exit code 2).
 **+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.

@@ -21,6 +21,12 @@ def choices(annotation: Any) -> list[str]:
     ]
 
 
+def lists_words(annotation: Any) -> bool:
+    """Whether a type is a list of text, free or of choices."""
+    item = get_args(annotation)[0] if get_origin(annotation) is list else None
+    return item is str or get_origin(item) is Literal
+
+
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """Describe the values that a type allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)

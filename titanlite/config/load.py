@@ -9,21 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 
 from titanlite.config.config_json import read_flavor
-from titanlite.config.legal import choices, legal
+from titanlite.config.legal import choices, legal, lists_words
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS, NOT_DONE, OTHER_NAMES, RENAMED, foreign
+from titanlite.config.torchtitan import (
+    DIFFERENT,
+    FLOAT8_CONVERTERS,
+    NOT_DONE,
+    OTHER_NAMES,
+    RENAMED,
+    foreign,
+)
 from titanlite.errors import UserError, nearest
 
 DEFAULT_CONFIG = "debug.toml"
 SHIPPED = Path(__file__).parent.parent / "train_configs"
 
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
+_NO_OPTION = "is not an option"
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,10 @@ class ConfigError(UserError):
                 title += f"   ({fault.origin})"
             blocks.setdefault(title, []).append(f"      {fault.why}")
         lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
-        count = f"{len(blocks)} configuration error{'s' * (len(blocks) != 1)}"
+        plural = "s" * (len(blocks) != 1)
+        count = f"{len(blocks)} configuration error{plural}"
+        if all(fault.why.startswith(_NO_OPTION) for fault in self.faults):
+            count = f"{len(blocks)} error{plural} in the command line"
         return "\n".join([f"{count}; nothing was started", *lines])
 
 
@@ -81,6 +92,8 @@ class CommandLine:
     repeated: list[str] = field(default_factory=list)
     """Keys that were given more than once: the last value counts."""
     faults: list[ConfigFault] = field(default_factory=list)
+    old_spelling: bool = False
+    """Whether TorchTitan's option named the file."""
 
     def put(self, key: str, value: Any) -> None:
         if self.overrides.get(key, value) != value and key not in self.repeated:
@@ -101,7 +114,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             if argument.startswith("-") and rest and not rest[0].startswith("-"):
                 del rest[0]  # its value
             hint = _option_meant(argument)
-            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
             continue
         name, equals, text = argument[2:].partition("=")
         name = name.replace("-", "_")
@@ -118,9 +131,10 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
             if "" in (values or [""]):
                 line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
             line.files += filter(None, values)
+            line.old_spelling |= name != "config"
         elif "." not in name:
             hint = _keys_named(name)
-            line.faults.append(ConfigFault(argument, f"is not an option; {hint}"))
+            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
         elif values:
             line.put(name, _read_value(name, values[0]))
         elif name in KEYS and "true or false" not in (
@@ -143,7 +157,7 @@ def _option_meant(word: str) -> str:
         return f"did you mean --{word.lstrip('-')}?"
     if Path(word).is_dir():
         return f"a saved model is named by --checkpoint {word}, a run by --job.dump_folder {word}"
-    return 'options look like --section.key VALUE, a list like --section.key \'["a", "b"]\''
+    return "options look like --section.key VALUE, a list like --section.key a,b"
 
 
 def _keys_named(name: str) -> str:
@@ -157,14 +171,24 @@ def _keys_named(name: str) -> str:
 
 def _read_value(key: str, text: str) -> Any:
     """Read a TOML value; anything else is a string, and so is a number that is given to a key for
-    text.
+    text. To a key for a list of text, a string is words between commas, as TorchTitan reads it.
     """
+    kind = KEYS[key].annotation if key in KEYS else None
     try:
         parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError:
-        return text
-    is_text = key in KEYS and KEYS[key].annotation is str and not isinstance(parsed["value"], str)
-    return text if is_text or len(parsed) > 1 else parsed["value"]
+        value = text
+    if not isinstance(value, str):
+        return text if kind is str else value
+    is_list = lists_words(kind) and value != "none" and not value.startswith("[")
+    return _words(value) if is_list else value
+
+
+def _words(text: str) -> list[str]:
+    """Return the words between commas; those of a list that a shell took the quotes from, too."""
+    inside = text[1:].removesuffix("]") if text.startswith("[") else text
+    return [word for part in inside.split(",") if (word := part.strip(" \"'"))]
 
 
 def shipped_configs() -> list[str]:
@@ -244,6 +268,11 @@ def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
     if tuning := [key for key in tree if (found := foreign(key)) and found.off is None]:
         why = "keys for features that titanlite does not have"
         lines.append(f"no effect, TorchTitan's {why}: {', '.join(tuning)}")
+    is_titans = line.old_spelling or any(map(foreign, tree))
+    flavor = tree.get("model.flavor", Entry("", ""))
+    is_own = flavor.origin in shipped_configs()
+    if is_titans and not is_own and str(flavor.value).startswith("debugmodel"):
+        lines.append(f"model.flavor: {DIFFERENT['model.flavor']}")
     return lines
 
 
@@ -352,8 +381,12 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
         if names[depth:] and names[depth].isdigit():
             entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
             bad[key] = f"{bad.get(key, '')}; {entry} {why.replace('Input should be', 'must be')}"
-        is_word = isinstance(tree[key].value, str) and get_origin(KEYS[key].annotation) is list
-        bad.setdefault(key, f": '{toml_value([tree[key].value])}'" if is_word else "")
+        given, hint = tree[key], ""
+        if isinstance(given.value, str) and lists_words(KEYS[key].annotation):
+            words = _words(given.value)
+            typed = given.origin == "command line"
+            hint = f": {','.join(words) if typed else toml_value(words)}"
+        bad.setdefault(key, hint)
     invalid: dict[str, str] = {}
     for key in (key for key in KEYS if key in bad):
         invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"

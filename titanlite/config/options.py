@@ -2,6 +2,7 @@
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from titanlite.errors import UserError, nearest
@@ -9,8 +10,11 @@ from titanlite.errors import UserError, nearest
 Options = Mapping[str, str | tuple[Any, ...]]
 """The meaning of each option by its usage: "--full" is a flag, "--out FILE" takes a value, "--x
 steps|hours" one of these, "--hardware FILE …" may be repeated; "FOLDER" is an argument, "[FOLDER]"
-an optional one, "FOLDER …" takes several. The type, the default, and whether the option is required
-may follow the meaning."""
+an optional one, "FOLDER …" takes several, "[FOLDER …]" also none. The
+type, the default, and whether the option is required may follow the meaning."""
+
+
+A_RUN: Options = {"[DUMP]": ("dump folder of a run (default: outputs)", Path, Path("outputs"))}
 
 
 def declare(parser: Any, options: Options) -> None:
@@ -22,6 +26,7 @@ def declare(parser: Any, options: Options) -> None:
         how: dict[str, Any] = dict(
             zip(("type", "default", "required"), typed, strict=False), help=about
         )
+        is_optional, usage = usage.startswith("["), usage.strip("[]")
         name, _, value = usage.removesuffix(" …").partition(" ")
         is_list = usage.endswith(" …")
         if name.startswith("--"):
@@ -35,10 +40,10 @@ def declare(parser: Any, options: Options) -> None:
             else:
                 how["action"] = "store_true"
         else:
-            how["metavar"] = name.strip("[]")
-            if is_list or name != how["metavar"]:
-                how["nargs"] = "+" if is_list else "?"
-            name = how["metavar"].lower()
+            how["metavar"] = name
+            if is_list or is_optional:
+                how["nargs"] = ("*" if is_optional else "+") if is_list else "?"
+            name = name.lower()
         parser.add_argument(name, **how)
 
 

@@ -104,9 +104,8 @@ class ActivationCheckpoint(Section):
     """Which activations are recomputed in the backward pass instead of kept."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Recompute nothing, whole blocks, the choice of selective_ac_option, or the compiler's
-    choice.
-    """
+    """Recompute nothing, whole blocks, what selective_ac_option chooses, or what the compiler
+    chooses."""
     selective_ac_option: Annotated[
         str, Field(pattern=r"^(op|[1-9][0-9]*)$"), Only('activation_checkpoint.mode "selective"')
     ] = "op"

@@ -64,7 +64,7 @@ class Model(Section):
     package: str = ""
     """Dotted name of a package that registers models when imported."""
     freeze: list[str] = []
-    """Patterns of parameters that are not trained, such as "tok_embeddings.*"."""
+    """Patterns of parameters to leave untrained, such as "tok_embeddings.*"."""
     overrides: dict[str, Any] = {}
     """Any field of the flavor, such as `--model.overrides.dim 64` or
     `--model.overrides.rope_scaling.factor 4`.
@@ -103,7 +103,8 @@ class Dataloader(Section):
     stall_timeout_seconds: Annotated[
         float, Field(gt=0, le=31_536_000), Only("a streamed data set")
     ] = 10.0
-    """Reopen, up to five times, and name a streamed data set that delivers nothing for so long."""
+    """Time without data after which a streamed data set is reopened, up to five times, and named in
+    the log."""
     cache_folder: Annotated[str, Only("token shards by URL")] = ""
     """Folder on the node's disk that keeps whole shards; without it, windows are read by range."""
     cache_gib: Annotated[
@@ -150,7 +151,7 @@ class Training(Section):
     """Last optimizer step of the run."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the parameters, their gradients and the optimizer state. bfloat16 halves their memory
-    but drops every update below about 1/256 of a weight; float64 is for proofs."""
+    but drops every update below about 1/256 of a weight; float64 is for comparing meshes."""
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the forward and backward pass (FSDP2's cast of parameters)."""
     mixed_precision_reduce: Annotated[
@@ -170,7 +171,7 @@ class Training(Section):
     document_mask: bool = False
     """Restrict attention to the token's own document, and count positions from its start."""
     repeat: bool = True
-    """Start the next epoch when the data ends; false stops the run there."""
+    """Start the next epoch when the data ends; false stops the run then."""
     loss_chunks: Positive = 1
     """Pieces of each sequence in the loss; the logits of one at a time are in memory; 1 is off."""
     mixture: list[Mixture] = []

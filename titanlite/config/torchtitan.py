@@ -32,6 +32,9 @@ OTHER_NAMES: dict[str, str] = _DATA["other_names"]
 NOT_DONE: dict[str, str] = _DATA["not_done"]
 """Values of other frameworks, and why they are refused."""
 
+STATES: dict[str, str] = _DATA["states"]
+"""Its names of states in checkpoint.exclude_from_loading, and what to write instead."""
+
 NEW: list[str] = _DATA["new"]
 """Keys that TorchTitan does not have."""
 

@@ -63,12 +63,12 @@ class Comm(Section):
     """Timeouts of the communication, and the flight recorder."""
 
     init_timeout_seconds: Seconds = 300
-    """Timeout of the start: nodes meeting, and each phase through the first step. A batch of a
-    validation and a token of a sample have it too, since these may compile."""
+    """Timeout of the start: nodes meeting, and each phase through the first step. It also applies
+    to each batch of a validation and each token of a sample, since these may compile."""
     train_timeout_seconds: Seconds = 100
     """Limit for any other phase after the first step; beyond it the run is reported as hung and
-    ended. Collectives time out 15 seconds after their phase's limit, those of the start and of
-    checkpoints too."""
+    ended. Collectives time out 15 seconds after their phase's limit, also during the start and
+    in checkpoints."""
     checkpoint_timeout_seconds: Annotated[
         Seconds, Only("checkpoint.enable or initial_load_path")
     ] = 1800
@@ -83,50 +83,47 @@ class FaultSection(Section):
     """Failures, preemption and hangs."""
 
     grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
-    """Seconds from a request to stop, by SIGTERM, SIGUSR1 or the time limit, until ranks that have
-    not saved end.
-    """
+    """Seconds from a stop request (SIGTERM, SIGUSR1 or the time limit) until ranks that have not
+    saved are killed."""
     stop_after_minutes: NonNegative = 0
-    """Minutes that a run may take from its start: it saves and stops grace_seconds earlier. 0 is no
-    limit. The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
+    """Time limit of a run in minutes: it saves and stops grace_seconds earlier. 0 means no limit.
+    The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
-    """Automatic restarts in a row from the same checkpoint after ranks were lost; each new
-    checkpoint starts the count again. The variable MAX_RESTARTS sets another default. Failures that
-    would repeat are not restarted. 0: never."""
+    """Automatic restarts from the same checkpoint after a rank is lost; each new checkpoint resets
+    the count. The variable MAX_RESTARTS sets another default. Failures that would repeat do not
+    restart. 0 means never."""
     mtbf_hours: Annotated[
         float, Field(gt=0), Only("checkpoint.enable", 'checkpoint.interval "auto"')
     ] = 24.0
     """Mean time between failures of the whole run, for checkpoint.interval = "auto"."""
     rejoin_seconds: Seconds = 120
-    """How long a restart waits for missing nodes, and a launcher for node 0."""
+    """How long a restart waits for missing nodes, and a launcher that has lost node 0 for its
+    answer."""
     min_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
     """Minimum number of nodes for a restart; 0 means all."""
     spare_nodes: Annotated[Natural, Only("checkpoint.enable")] = 0
-    """So many of the nodes do not train, but wait to take the place of a lost one, or of one that
-    failed twice."""
+    """Number of spare nodes. They wait, and replace a node that is lost or has failed twice."""
     stall_seconds: Literal[0] | Seconds = 0
-    """Seconds without progress of any rank that end a run as hung, if other than
-    comm.train_timeout_seconds; 0 means that. The start, the first step, loading and saving keep
-    their timeouts in [comm]."""
+    """Seconds without progress on any rank after which a run is ended as hung; 0 means
+    comm.train_timeout_seconds. The start, the first step, loading and saving keep their
+    timeouts in [comm]."""
     preflight: bool = True
     """Time the groups of the mesh before the model is built, and name the ranks and links that are
-    slow. Whether the ranks have the same config and software is always checked."""
+    slow. That all ranks have the same config and software is always checked."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """If the gradient norm of a step is not finite: end the run, or skip the update."""
+    """If a step's gradient norm is NaN or infinite: end the run, or skip the update."""
     skip_budget: Annotated[Natural, Only("steps to skip")] = 10
-    """Steps of any 1,000 that may be skipped; one more ends the run with exit code 77."""
+    """Steps that may be skipped in any 1,000; one more ends the run with exit code 77."""
     spike_sigma: NonNegative = 0.0
     """A gradient norm or loss more than this many standard deviations above its mean is a spike; 0
     is off.
     """
     spike_window: Annotated[int, Field(ge=2, le=MOST), Only("fault.spike_sigma")] = 128
-    """Number of good steps for the mean and the deviation; no step is a spike before there are as
-    many.
-    """
+    """Number of good steps for the mean and the deviation; until there are that many, no step is a
+    spike."""
     on_spike: Annotated[Literal["warn", "skip", "rollback"], Only("fault.spike_sigma")] = "warn"
-    """Warn of it, skip its update (for a loss: warn, it comes later), or load the newest checkpoint
-    before it.
-    """
+    """Warn, skip the update (a loss only warns, since it arrives a step later), or load the newest
+    checkpoint from before the spike."""
     rollback_budget: Annotated[Natural, Only('fault.on_spike "rollback"')] = 2
     """Rollbacks that a run may make; one more ends it with exit code 77."""
 

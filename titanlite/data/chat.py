@@ -1,8 +1,8 @@
 """Turn chats into token ids by the tokenizer's own template, and say which the assistant wrote.
 
-A template is a stranger's program: jinja2's sandbox runs it, and its clock stands still. What the
-assistant says is found by the template's own marks, {% generation %}, or else is what a turn adds
-to the chat before it. Where later turns change an earlier one, every turn is a sample.
+A template is untrusted code: it runs in Jinja2's sandbox, with a fixed date. What the assistant
+says is found by the template's own marks, {% generation %}, or else is what a turn adds to the chat
+before it. Where later turns change an earlier one, every turn is a sample.
 """
 
 import json

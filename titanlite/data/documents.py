@@ -7,6 +7,7 @@ torch.
 """
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -15,8 +16,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
@@ -25,8 +27,19 @@ NAMED_BY = "training.text_key (data prepare: --text-key)"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
 SEGMENT_BYTES = 1 << 20
-"""A longer text is tokenized in segments cut at line ends: a tokenizer needs a hundred times a
-text's size.
+"""A longer text is tokenized in segments: a tokenizer needs a hundred times a text's size."""
+_SOLID = r"[^\s\udc80-\udcff]"  # no white space, nor a byte that may belong to some
+_CUTS = [
+    re.compile(cut)
+    for cut in (
+        rf"(?<={_SOLID}\n)(?={_SOLID})",  # between lines: the tokens are those of the whole text
+        rf"(?<={_SOLID})(?= {_SOLID})",  # before a word
+        r"(?<=\n)",
+        r"(?=[^\udc80-\udcff])",
+    )
+]
+"""Where a text is cut, in order of preference; bytes that are not UTF-8 are halves of surrogate
+pairs.
 """
 
 
@@ -170,8 +183,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: the lines that begin in a range of bytes, row groups of a parquet file, or
-    all of a .gz.
+    """A part of a file: the lines of JSON that begin in a range of bytes, the text between the cuts
+    nearest to its ends, row groups of a parquet file, or all of a .gz.
     """
 
     name: str
@@ -221,43 +234,68 @@ def segments(
                 f"{path} is damaged: row group {piece.start}: {first_line(error)}"
             ) from None
         for text in column:
-            yield Segment(text or "", True)
+            yield from segments_of(text or "")
     elif path.suffix == ".gz":
         try:
             with gzip.open(path) as file:
                 for number, line in enumerate(file, 1):
                     if not line.isspace():
                         where = partial("{}: line {}".format, path, number)
-                        for text in _json_texts(where, line, key, texts):
-                            yield Segment(text, True)
+                        yield from _json_segments(where, line, key, texts)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     elif path.suffix == ".jsonl":
         for offset, line in _lines(path, piece):
             if not line.isspace():
-                where = partial(_line_at, path, offset)
-                for text in _json_texts(where, line, key, texts):
-                    yield Segment(text, True)
+                yield from _json_segments(partial(_line_at, path, offset), line, key, texts)
     else:
-        lines: list[bytes] = []
-        size = 0
-        for _, line in _lines(path, piece):
-            lines.append(line)
-            size += len(line)
-            if size >= SEGMENT_BYTES:
-                yield Segment(b"".join(lines).decode("utf-8", errors="replace"), False)
-                lines, size = [], 0
-        if lines or piece.last:
-            yield Segment(b"".join(lines).decode("utf-8", errors="replace"), piece.last)
+        with _open(path) as file:
+            yield from _between(file, piece.start, piece.stop, piece.last)
+
+
+def segments_of(text: str) -> Iterable[Segment]:
+    """Return a text whole, or the parts of a long one."""
+    content = text.encode()
+    if len(content) <= SEGMENT_BYTES:
+        return [Segment(text, True)]
+    return _between(BytesIO(content), 0, len(content), last=True)
+
+
+def _between(file: BinaryIO, start: int, stop: int, last: bool) -> Iterator[Segment]:
+    """Yield a text in parts, from the cut at one byte to that at another."""
+    size = file.seek(0, os.SEEK_END)
+    begin, stop = _cut(file, start, size), _cut(file, stop, size)
+    if begin >= stop and last:
+        yield Segment("", True)
+    while begin < stop:
+        end = min(_cut(file, begin + SEGMENT_BYTES, size), stop)
+        file.seek(begin)
+        text = file.read(end - begin).decode("utf-8", errors="replace")
+        yield Segment(text, last and end == stop)
+        begin = end
+
+
+def _cut(file: BinaryIO, byte: int, size: int) -> int:
+    """Return the best place to cut a text within half a segment from a byte."""
+    if byte <= 0 or byte >= size:
+        return min(byte, size)
+    file.seek(byte)
+    text = file.read(SEGMENT_BYTES // 2).decode("utf-8", "surrogateescape")
+    found = next(filter(None, (cut.search(text) for cut in _CUTS)), None)
+    before = text[: found.start() if found else 0]
+    return byte + len(before.encode("utf-8", "surrogateescape"))
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in the piece, each with the byte where it begins."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    with file:
+    with _open(path) as file:
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()  # the end of a line that began in the piece before
@@ -265,17 +303,20 @@ def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
             yield offset, line
 
 
-def _json_texts(
+def _json_segments(
     source: Callable[[], str], line: bytes, key: str, texts: Callable[[Any], Iterable[str]]
-) -> Iterable[str]:
-    """Return the texts of a line of JSON.
+) -> Iterable[Segment]:
+    """Return the segments of a line of JSON; a chat has marks in its text, and is whole.
 
     `source` returns the file and line to name in an error.
     """
     value: Any = None
     try:
         value = json.loads(line)[key]
-        return texts(value)
+        found = texts(value)
+        if isinstance(value, str):
+            return itertools.chain.from_iterable(map(segments_of, found))
+        return [Segment(text, True) for text in found]
     except UserError as error:
         reason = str(error)
     except UnicodeEncodeError as error:
@@ -320,6 +361,6 @@ def _open_parquet(path: Path) -> Any:
             f"{path}: reading parquet needs pyarrow: {install_command('pyarrow')}"
         ) from None
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path.open("rb"))  # a name may not be UTF-8
     except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
         raise UserError(f"{path} is not a parquet file, or damaged: {first_line(error)}") from None

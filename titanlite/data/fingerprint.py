@@ -4,4 +4,5 @@ import hashlib
 
 
 def fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Hash a text, in which the name of a file may have bytes that are not UTF-8."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

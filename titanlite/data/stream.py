@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.rules.data import RETRIES
-from titanlite.data.documents import require_folder, require_text
+from titanlite.data.documents import require_folder, require_text, segments_of
 from titanlite.data.fingerprint import fingerprint
 from titanlite.data.packing import blank, fill
 from titanlite.data.prefetch import Prefetcher
@@ -203,12 +203,10 @@ class Reader:
         if self._block is None:
             self._block = self._read_block()
         if self._documents_consumed < len(self._block):
-            ids = np.asarray(
-                self._stream.tokenizer.encode(self._block[self._documents_consumed]), dtype=np.int64
-            )
-            self._leftover_tokens = np.concatenate(
-                [self._leftover_tokens, ids, [self._stream.tokenizer.end]]
-            )
+            tokenizer, text = self._stream.tokenizer, self._block[self._documents_consumed]
+            ids = [tokenizer.encode(segment.text) for segment in segments_of(text)]
+            ids = [self._leftover_tokens, *ids, [tokenizer.end]]
+            self._leftover_tokens = np.concatenate(ids, dtype=np.int64)
             self._documents_consumed += 1
             return
         if self._block:
@@ -356,14 +354,14 @@ class StreamLoader:
     def __init__(
         self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]
     ) -> None:
-        self._stream, self._rank_slice, self._steps = stream, rank_slice, steps
+        self._stream, self._rank_slice, self.steps = stream, rank_slice, steps
         dataset = _RankStream(stream, rank_slice, options.get("num_workers", 0))
         self._loader = StatefulDataLoader(dataset, batch_size=rank_slice.local, **options)
         self._exhausted = self._resume_exhausted = False
 
     def __iter__(self) -> Iterator[np.ndarray]:
         self._exhausted, self._resume_exhausted = self._resume_exhausted, False
-        return islice(self._batches(), self._steps)
+        return islice(self._batches(), self.steps)
 
     def _batches(self) -> Iterator[np.ndarray]:
         if not self._exhausted:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ class ByteTokenizer:
         text = b"".join(bytes([token]) if token < self.vocab_size else b"\xff" for token in tokens)
         # Ids that are no byte too, of a larger vocabulary.
         return text.decode("utf-8", errors="replace")
+
+
+def byte_files() -> dict[str, bytes]:
+    """Return the files of a tokenizer of transformers with the same ids.
+
+    No token is its end of text: transformers would take that token's character in a text for it.
+    """
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 writes bytes
+    others = [byte for byte in range(256) if byte not in shown]
+    vocabulary = {chr(byte): byte for byte in shown}
+    vocabulary |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    by_byte["trim_offsets"] = False
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": by_byte,
+        "decoder": by_byte,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    texts = {"tokenizer.json": content, "tokenizer_config.json": settings}
+    return {name: json.dumps(text).encode() for name, text in texts.items()}
 
 
 class JsonTokenizer:
@@ -157,6 +181,9 @@ def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokeniz
 
     `origin` is the key or option in errors.
     """
+    with suppress(OSError):
+        if assets and Path(assets, "tokenizer.json").read_bytes() == byte_files()["tokenizer.json"]:
+            return ByteTokenizer()
     return JsonTokenizer(Path(assets), origin) if assets else ByteTokenizer()
 
 

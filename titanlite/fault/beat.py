@@ -128,7 +128,7 @@ class Heart(threading.Thread):
         address = store_address(self._environ, world)
         if address is None:
             return None
-        link = Link(*address, prefix=f"{attempt_prefix(self._environ)}/board")
+        link = Link(*address, prefix=f"{attempt_prefix(self._environ)}board")
         decide = None
         if number == 0:
             link.ask(lambda store: open_board(store, world), self._config.comm.init_timeout_seconds)

@@ -183,8 +183,7 @@ class Board(threading.Thread):
         self.join(2 * ANSWER_SECONDS)
 
     def run(self) -> None:
-        is_last = False
-        while not is_last:
+        while True:
             is_last = self._ended.is_set()
             self._wake.clear()
             began = time.monotonic()
@@ -196,6 +195,8 @@ class Board(threading.Thread):
                 self._lost_at, self.problem = self._lost_at or began, error
             except BaseException as error:  # whoever waits for a decision raises it
                 self.crash = error
+                return
+            if is_last:
                 return
             waiting = min(self._interval, WAITING_SECONDS * self._count)
             self._wake.wait(waiting if self.is_waiting else self._interval)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titanlite.config.schema import JobConfig
-from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED
+from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED, few_of
 from titanlite.fault.stall import Hangs
 from titanlite.fault.status import Decision, Ended, Failure, Status, Verdict
 from titanlite.runtime.page import EarlyExit
@@ -62,6 +62,8 @@ class Decider:
         self.decision = Decision()
         self._deadline = now + config.comm.init_timeout_seconds
         self._moved: dict[int, tuple[tuple[int, int], float]] = {}
+        self.waits_for = ""
+        """The nodes that the next attempt waits for, and how long; empty while one runs."""
         self.silent: dict[int, float] = {}
         """Seconds since each node's last sign of life."""
         self._begun: dict[int, int] = {}
@@ -76,6 +78,7 @@ class Decider:
     def look(self, statuses: Mapping[int, Status], now: float) -> Decision:
         """Return the decision for these statuses; those of nodes that never came are missing."""
         self._follow(statuses, now)
+        self.waits_for = ""
         if self.decision.is_final:
             return self.decision
         stop = next((status.stop for status in statuses.values() if status.stop), "")
@@ -140,9 +143,14 @@ class Decider:
         by_fitness = sorted(here, key=lambda node: self._failed_on[node] > 1)
         fit = [node for node in here if self._failed_on[node] < 2]
         may_come = len(fit) < self._needed and len(here) < self._nodes
+        seconds, key = fault.rejoin_seconds, "fault.rejoin_seconds"
+        if number == 1:
+            seconds, key = self._config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
+        absent = [node for node in range(self._nodes) if node not in here]
+        missing = f"NODE_RANK {few_of(absent)}"
         if (0 not in here or may_come) and now <= self._deadline:
+            self.waits_for = f"{missing}, at most {seconds} s ({key})"
             return None
-        missing = ", ".join(str(node) for node in range(self._nodes) if node not in here)
         if len({*here.values()}) > 1:
             listed = ", ".join(f"node {node}: {processes}" for node, processes in here.items())
             why = (
@@ -152,21 +160,18 @@ class Decider:
             return self._end(REFUSED, why)
         least = self._needed if number == 1 else fault.min_nodes or self._needed
         if len(here) < least:
-            within = f"within {fault.rejoin_seconds} s (fault.rejoin_seconds)"
-            if number == 1:
-                within = (
-                    f"within {self._config.comm.init_timeout_seconds} s (comm.init_timeout_seconds)"
-                )
             why = (
-                f"only {len(here)} of {self._needed} nodes connected {within}; "
-                f"missing: NODE_RANK {missing}"
+                f"only {len(here)} of {self._needed} nodes connected within {seconds} s ({key}); "
+                f"missing: {missing}"
             )
+            if number > 1 and 0 in here and not self._restarts.fits(sum(here.values())):
+                why += f"; fault.min_nodes = {len(here)} would have let the run go on without"
             # Other nodes may be there at a new start, which code 76 requests.
-            return self._end(FAILED if number == 1 else CUT_SHORT, why)
+            return self._end(CUT_SHORT, why)
         members = tuple(sorted(by_fitness[: self._needed]))
         world = sum(here[node] for node in members)
         if len(members) < self._needed and (why := self._restarts.fits(world)):
-            return self._end(CUT_SHORT, f"without NODE_RANK {missing}: {why}")
+            return self._end(CUT_SHORT, f"without {missing}: {why}")
         self._begun = {node: statuses[node].incarnation for node in members}
         self._judge = Hangs(self._config, str(number), world, now)
         self.decision = replace(self.decision, members=members)
@@ -321,7 +326,8 @@ def after(
 def stopped(saved: Saved, completed: int, stop: str) -> Verdict:
     """Return the end of a run by a request that came when no rank could save any more."""
     lost = max(0, completed - saved.step)
-    early = EarlyExit(CUT_SHORT if lost else STOPPED, saved.step + lost, stop, lost)
+    step = saved.step + lost if completed or saved.by_this_run else 0
+    early = EarlyExit(CUT_SHORT if lost else STOPPED, step, stop, lost)
     return Verdict(early.code, early=early)
 
 

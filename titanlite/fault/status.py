@@ -161,6 +161,15 @@ class Verdict:
     first_step: int = 0
     """The first step of the next attempt."""
 
+    @property
+    def cause(self) -> str:
+        """Return what ended the attempt, and what follows, in one line."""
+        failure, words = self.failure, ""
+        if failure:
+            who = f"rank {failure.rank} on {failure.host}: " if failure.rank >= 0 else ""
+            words = f"{who}{failure.words}"
+        return "; ".join(filter(None, [words, self.why]))
+
 
 @dataclass(frozen=True)
 class Decision:

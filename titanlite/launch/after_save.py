@@ -111,6 +111,7 @@ class AfterSave:
             "after_save_exit_code": code,
             "after_save_seconds": round(took, 3),
             "after_save_skipped": self._skipped,
+            "time": round(time.time(), 3),
         }
         self._skipped = 0
         say(f"titanlite: {line}")

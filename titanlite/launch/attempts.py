@@ -9,20 +9,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.checkpoint import status
+from titanlite.config.job import Job
+from titanlite.config.load import Loaded
 from titanlite.config.schema import JobConfig
 from titanlite.errors import FAILED, RunFailed, first_line
 from titanlite.fault.decide import Saved
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
 from titanlite.launch.node import Node
 from titanlite.launch.stopping import Stopped
-from titanlite.launch.terminal import ENDED, note, say
+from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
+from titanlite.observe.events import record_event
+from titanlite.runtime.cluster import read_number
 from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE, rank_file
 
@@ -79,7 +83,8 @@ class Attempts:
         """`work` runs an attempt's workers, with their files in `private`, and calls a function
         while they run.
 
-        Without `saves`, a report of a failure does not name the newest save.
+        Without `saves`, a report of a failure does not name the newest save, and nothing is
+        recorded.
         """
         self._node, self._given, self._private, self._work = node, given, private, work
         self._saves = saves
@@ -93,12 +98,14 @@ class Attempts:
         """
         while not decision.is_final:
             attempt = self._begin(decision)
+            self._record("start", attempt=attempt.number)
             verdict = self._node.settle(self._work(attempt, self._poll))
             self._say_first_step(reached=verdict.code == 0)
             if verdict.code is not None:
-                self._report(verdict, self._folder / "logs")
+                self._report(verdict, self._folder / "logs", attempt.ranks)
                 return verdict
-            self._report(verdict, _keep_logs(self._folder, attempt))
+            self._report(verdict, _keep_logs(self._folder, attempt), attempt.ranks)
+            self._record("restart", why=verdict.cause)
             for path in self._private.iterdir():
                 path.unlink()
             decision = self._node.meet()
@@ -120,19 +127,26 @@ class Attempts:
             self._node.attempt, range(first, first + processes), len(members) * processes, config
         )
 
-    def _report(self, verdict: Verdict, logs: Path) -> None:
-        """Print the first failure, the newest save, and the next attempt."""
+    def _report(self, verdict: Verdict, logs: Path, own: range = range(0)) -> None:
+        """Print the first failure, the newest save, and the next attempt; on other nodes than node
+        0 only a failure of their `own` ranks, and in one line what else has ended the run.
+        """
         failure = verdict.failure
+        if self._node.rank > 0 and (failure is None or failure.rank not in own):
+            if verdict.code and not verdict.early:
+                say(f"titanlite: node 0 has ended the run: {verdict.cause}", sys.stderr)
+            return
         if failure:
             saved = ""
             if self._saves and verdict.code is not None:
                 saved = status.last_saved_message(self._given)
             say(failure.describe(logs / f"rank-{failure.rank}.log", saved), sys.stderr)
-            if self._node.rank == 0:
-                who = f"rank {failure.rank}: " if failure.rank >= 0 else ""
-                note(logs, f"{ENDED}{who}{failure.words}")
-        if verdict.why:
+        if verdict.why and self._node.rank == 0:
             say(f"titanlite: {verdict.why}", sys.stderr)
+
+    def _record(self, event: str, **values: object) -> None:
+        if self._node.rank == 0 and self._saves:
+            record_event(self._folder, event, **values)
 
     def _poll(self) -> None:
         self._node.poll()
@@ -165,6 +179,24 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
         return Saved(newest, f"from {status.name_of(config, newest)}", is_new)
 
     return saved
+
+
+def shown_here(shown: set[int], attempt: Attempt) -> list[int]:
+    """Return the ranks of this node whose output is shown: of those of LOG_RANK, rank 0 after a
+    restart without any of them.
+    """
+    left = {rank for rank in shown if rank < attempt.world} or {0}
+    return sorted(left & {*attempt.ranks})
+
+
+def max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
+    """Return how often the run may be restarted: fault.max_restarts, where it is not set
+    MAX_RESTARTS.
+    """
+    given = read_number(environ, "MAX_RESTARTS", job.config.fault.max_restarts)
+    if not job.config.checkpoint.enable:
+        return 0
+    return job.config.fault.max_restarts if "fault.max_restarts" in loaded.entries else given
 
 
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.errors import FAILED, GIVEN_UP, REFUSED
 from titanlite.fault.status import Failure
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import rank_log, untimed
 from titanlite.runtime.rank_files import ERROR, rank_file
 
 CRASH = "Fatal Python error"
@@ -88,7 +88,7 @@ def _last_lines(log: Path, code: int | None) -> list[str]:
     """Return the lines of a log about the end of its rank: the stack of a crash, none of a kill."""
     if code == -signal.SIGKILL or not log.exists():
         return []
-    lines = log.read_text(errors="replace").splitlines()
+    lines = untimed(log.read_text(errors="replace")).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(CRASH)]
     return lines[starts[-1] :] if starts else lines[-TAIL_LINES:]
 

@@ -38,11 +38,13 @@ from titanlite.launch.nodes import (
     prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, data_faults
+from titanlite.launch.preflight import check_machine, file_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.sweep import sweep
-from titanlite.launch.terminal import DONE, ENDED, note, say
+from titanlite.launch.terminal import say
+from titanlite.observe import events
 from titanlite.observe.console import rank_log
+from titanlite.observe.events import record_event
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, STOP_SIGNALS
@@ -62,7 +64,7 @@ EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-VALUE is TOML: a list is one word in quotes, --model.freeze '["norm.weight"]'; \
+VALUE is TOML; a list of text may be words with commas, --model.freeze norm.weight,output.weight; \
 a switch is --compile.enable (on),
 --compile.no_enable or --compile.enable=false (off). \
 Without --config, train_configs/debug.toml is used; CONFIG_FILE
@@ -118,6 +120,8 @@ def _sweep(argv: list[str], settings: list[str]) -> int:
 
 
 def _check_and_run(argv: list[str]) -> int:
+    # Before torch is imported, or a profiler prints what looks like errors.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     environ = dict(os.environ)
     loaded = load(parse_command_line(argv, environ))
     job, nodes, device, processes = find_job(loaded, environ)
@@ -174,7 +178,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
     try:
         job = job_from(loaded, world=nodes.training * processes, training=True, device=device)
     except ConfigError as error:
-        raise ConfigError([*error.faults, *data_faults(loaded)]) from None
+        raise ConfigError([*error.faults, *file_faults(loaded)]) from None
     return job, nodes, device, processes
 
 
@@ -233,7 +237,7 @@ class Launch:
     def _run(self, private: Path) -> Verdict:
         from titanlite.fault.decide import Restarts
         from titanlite.launch.after_save import AfterSave
-        from titanlite.launch.attempts import Attempts, leaving, saved_since
+        from titanlite.launch.attempts import Attempts, leaving, max_restarts, saved_since
         from titanlite.launch.node import Node
 
         config = self.job.config
@@ -246,7 +250,7 @@ class Launch:
             lines = [*self.loaded.notices, self.job.no_effect_of(self.loaded.given)]
             for line in filter(None, lines):
                 say(f"titanlite: {line}")
-        most = _max_restarts(self.loaded, self.job, os.environ)
+        most = max_restarts(self.loaded, self.job, os.environ)
         restarts = Restarts(most, self._fits, saved_since(config))
         node = Node(
             self.nodes, self.processes, config, private, restarts, lambda: self.stopping.reason
@@ -316,9 +320,10 @@ class Launch:
         return Ended(failure, over=bool(failure or reason))
 
     def _open_terminal(self, attempt: Attempt) -> Terminal:
+        from titanlite.launch.attempts import shown_here
         from titanlite.launch.terminal import Terminal, known_facts
 
-        ranks = sorted(self.shown & {*attempt.ranks}) or attempt.ranks[:1]
+        ranks = shown_here(self.shown, attempt)
         logs = {rank: rank_log(self.folder, rank) for rank in ranks}
         archives = [archive / "logs" for archive in self.moved or ()]
         before = [self.folder / "logs" / f"attempt-{attempt.number - 1}", *archives]
@@ -330,13 +335,15 @@ class Launch:
 
     def _finish(self, verdict: Verdict) -> int:
         if verdict.early:
-            return _end_early(self.job, verdict.early)
-        if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back() and self.moved:
-            say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
-        if verdict.code == OK:
-            say(describe_end(self.job.config))
-            if self.nodes.rank == 0:
-                note(self.folder / "logs", f"{DONE}step {self.job.config.training.steps}")
+            return _end_early(self.job, verdict.early, self.nodes.rank == 0)
+        if verdict.code == REFUSED and self.nodes.count == 1 and self._put_back():
+            if self.moved:
+                say(f"titanlite: earlier logs were moved back: {AS_IT_WAS}", sys.stderr)
+        elif self.nodes.rank == 0:
+            how = events.FAILED if verdict.code else events.DONE
+            record_event(self.folder, "stop", how=how, why=verdict.cause)
+            if verdict.code == OK:
+                say(describe_end(self.job.config))
         assert verdict.code is not None
         return verdict.code
 
@@ -351,32 +358,25 @@ class Launch:
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
             files = AS_IT_WAS
+        elif self.nodes.rank == 0:
+            record_event(self.folder, "stop", how=events.STOPPED, why=f"at step {step}")
         stopped = f"stopped at step {step} of {self.job.config.training.steps}"
         say(f"\ntitanlite: {stopped}; {files}")
-        note(self.folder / "logs", f"{ENDED}{stopped}")
         return INTERRUPTED if number == signal.SIGINT else 128 + number
 
     def _put_back(self) -> bool:
         return _put_back(self.folder, self.moved or set())
 
 
-def _end_early(job: Job, early: EarlyExit) -> int:
+def _end_early(job: Job, early: EarlyExit, records: bool = False) -> int:
     """Print the step of a run that ended on request; return the exit code."""
     by_ctrl_c, end = early.reason.startswith(CTRL_C), describe_stop(job.config, early)
     if by_ctrl_c and "; saved: " in end and early.step < job.config.training.steps:
-        end += "; the same command goes on from there"
+        end += "; the same command continues from there"
     say(f"\ntitanlite: {end}")
+    if records:
+        record_event(Path(job.config.job.dump_folder), "stop", how=events.STOPPED, why=end)
     return INTERRUPTED if by_ctrl_c else early.code
-
-
-def _max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
-    """Return how often the run may be restarted: fault.max_restarts, where it is not set
-    MAX_RESTARTS.
-    """
-    given = read_number(environ, "MAX_RESTARTS", job.config.fault.max_restarts)
-    if not job.config.checkpoint.enable:
-        return 0
-    return job.config.fault.max_restarts if "fault.max_restarts" in loaded.entries else given
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
-from titanlite.errors import FAILED, RunFailed, UserError, first_line
+from titanlite.errors import CUT_SHORT, FAILED, RunFailed, UserError, first_line
 from titanlite.fault.beat import BEAT_SECONDS, beat_of
 from titanlite.fault.board import Board, Gone, Link, connect, open_board
 from titanlite.fault.decide import SILENCE_SECONDS, TAKEOVER_SECONDS, Decider, Restarts
@@ -35,6 +35,8 @@ from titanlite.runtime.cluster import RESOLVER, raise_file_limit
 from titanlite.runtime.page import read_pages
 from titanlite.runtime.rank_files import ATTEMPT, RANKS, STACK, attempt_prefix, rank_file
 
+SAY_SECONDS = 5.0
+"""After which a launcher that waits says for whom."""
 LEAVE_SECONDS = 30.0
 """Time for all launchers to read the end of the run."""
 OVER_SECONDS = 5.0
@@ -42,6 +44,12 @@ OVER_SECONDS = 5.0
 KEYS_A_POLL = 500
 """Of an attempt that is over, deleted while the next one runs: all at once would hold it up."""
 NONE = Restarts()
+
+
+class NoNode0(RunFailed):
+    """Node 0 did not answer at the start; it may be there at another one."""
+
+    code = CUT_SHORT
 
 
 class Node:
@@ -256,7 +264,7 @@ class Node:
         if verdict.code is not None:
             self._leave()
         elif self.rank == 0:
-            own = f"{attempt_prefix({ATTEMPT: str(number)})}/"
+            own = attempt_prefix({ATTEMPT: str(number)})
             self._old_keys += [key for key in self._store.list_keys() if key.startswith(own)]
         return verdict
 
@@ -295,6 +303,14 @@ class Node:
         with suppress(Signaled):
             self._board.end()
 
+    def _waits_for(self) -> str:
+        """Return whom this launcher waits for, and how long, as far as another one is missing."""
+        host, port = self.address
+        if self._board.problem:
+            most = f"{self._config.fault.rejoin_seconds} s (fault.rejoin_seconds)"
+            return f"node 0 at {host}:{port}, which does not answer, at most {most}"
+        return self._decider.waits_for if self._decider else ""
+
     def _check(self) -> None:
         board = self._board
         if board.crash:
@@ -312,10 +328,14 @@ class Node:
         Raise RunFailed if node 0 does not answer, TimeoutError if the time is over.
         """
         board, began = self._board, time.monotonic()
-        board.is_waiting = True
+        board.is_waiting, said_at, said = True, began, ""
         try:
             while not condition(decision := board.decision):
                 self._check()
+                now, words = time.monotonic(), self._waits_for()
+                if words not in ("", said) and now > said_at + SAY_SECONDS:
+                    said_at, said = now, words
+                    say(f"titanlite: waiting for {words}")
                 is_gone = isinstance(board.problem, Gone)
                 if board.problem and (
                     is_gone or board.lost_seconds > self._config.fault.rejoin_seconds
@@ -341,30 +361,27 @@ def _listen(nodes: Nodes) -> dist.TCPStore:
 
 
 def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
-    """Return node 0's store, retrying while it may be too early; a name that does not resolve is an
-    error at once.
-    """
+    """Return node 0's store, retrying while it may be too early."""
     host, port = nodes.master_addr, nodes.master_port
-    deadline, is_told = time.monotonic() + seconds, False
-    within = f"within {seconds:g} s (comm.init_timeout_seconds)"
+    began, is_told = time.monotonic(), False
+    limit = f"{seconds:g} s (comm.init_timeout_seconds)"
     while True:
         try:
             store = connect(host, port)
             store.set_timeout(timedelta(seconds=seconds))
             return store
         except (dist.DistError, RuntimeError, OSError) as error:
-            if isinstance(error, socket.gaierror) and not is_told:
+            waited, reason = time.monotonic() - began, getattr(error, "strerror", "")
+            reason = (reason or first_line(error)).lower()
+            if not is_told and (waited > SAY_SECONDS or isinstance(error, socket.gaierror)):
                 is_told = True
-                say(
-                    f"titanlite: MASTER_ADDR={host} does not resolve: {error.strerror}; "
-                    f"trying for {seconds:g} s"
-                )
-            if time.monotonic() > deadline:
+                say(f"titanlite: waiting for node 0 at {host}:{port} ({reason}), at most {limit}")
+            if waited > seconds:
                 remedy = (
                     "that it is started, that MASTER_ADDR is its address, and that the port is open"
                 )
-                message = f"node 0 did not answer at {host}:{port} {within}: check {remedy}"
-                raise RunFailed(message) from None
+                message = f"node 0 did not answer at {host}:{port} within {limit} ({reason})"
+                raise NoNode0(f"{message}: check {remedy}") from None
             time.sleep(0.5)
 
 

@@ -75,9 +75,9 @@ def _announced_nodes(environ: Mapping[str, str]) -> Nodes:
         return Nodes(1, 0, "127.0.0.1", 0, source)
     host, port = _split_endpoint(environ.get("PET_RDZV_ENDPOINT", "") if prefix else "")
     addr = (environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host).strip("[]")
-    several = f"{prefix}NNODES={count} announces several nodes, but"
+    several = f"{prefix}NNODES={count}, but"
     if not addr:
-        host_name = "it is the host name of the node with NODE_RANK=0, the same on all nodes"
+        host_name = "set it, on every node, to the host name of the node with NODE_RANK=0"
         raise UserError(f"{several} MASTER_ADDR is not set: {host_name}")
     if not environ.get(f"{prefix}NODE_RANK"):
         raise UserError(f"{several} {prefix}NODE_RANK is not set: 0 to {count - 1}")
@@ -256,6 +256,6 @@ def describe_start(nodes: Nodes, device: str, processes: int) -> str:
         f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
     )
     reason = "from NGPU" if os.environ.get("NGPU") else "NGPU sets another number"
-    spare = f" ({nodes.spare} spare)" if nodes.spare else ""
-    node = f"; node {nodes.rank} of {nodes.count}{spare}, from {nodes.source}"
+    spare = f", {nodes.spare} spare" if nodes.spare else ""
+    node = f"; NODE_RANK {nodes.rank} ({nodes.count} nodes{spare}; from {nodes.source})"
     return f"{count} ({reason}){node if nodes.count > 1 else ''}"

@@ -28,6 +28,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
 from titanlite.launch.terminal import say
+from titanlite.observe.run_folder import METRICS
 from titanlite.runtime.bucket import BucketError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def check_machine(
     machine lacks for the job. `entries` has the origins of values.
     """
     from titanlite.optim import check_trained
-    from titanlite.parallel import float8, tensor_parallel
+    from titanlite.parallel import float8, replicated, tensor_parallel
     from titanlite.parallel.build import build_model
     from titanlite.train.prepared import Prepared
 
@@ -75,11 +76,12 @@ def check_machine(
         _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
-            check(_check_start, job)
+            check(_check_start, job.config, job)
         if built := check(build_model, job):
             prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
             check(tensor_parallel.check, model, table, job.layout.tp)
+            check(replicated.kept_whole, job, table)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
             if parts := check(_stages_alone, job, model):
@@ -116,8 +118,8 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
     return machine // processes - _PYTHON_AND_TORCH
 
 
-def data_faults(loaded: Loaded) -> list[ConfigFault]:
-    """Return the faults of the data of an invalid config that are found without its model."""
+def file_faults(loaded: Loaded) -> list[ConfigFault]:
+    """Return the faults of an invalid config's data and start, found without its model."""
     from titanlite.data.documents import require_folder
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import is_model_alone, load_tokenizer
@@ -135,11 +137,13 @@ def data_faults(loaded: Loaded) -> list[ConfigFault]:
             continue
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
+    if config.checkpoint.load_step == -1:
+        checks.append((_check_start, config))
     for function, *arguments in checks:
         try:
             function(*arguments)
         except UserError as error:
-            found.append(_fault(error, loaded.entries, arguments[0]))
+            found.append(_fault(error, loaded.entries, str(arguments[0])))
     return found
 
 
@@ -230,45 +234,57 @@ def _check_dump_folder(folder: Path) -> None:
         reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
         why = f"nothing can be written in {existing}{reason}"
         raise UserError(f'job.dump_folder = "{folder}": {why}') from None
+    metrics = folder / METRICS
+    try:
+        if metrics.exists():
+            metrics.open("ab").close()
+    except OSError as error:
+        why = f"{metrics} cannot be written ({error.strerror})"
+        raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
-def _check_start(job: Job) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes."""
-    settings = job.config.checkpoint
-    steps, path = times(job.config) if settings.enable else {}, Path(settings.initial_load_path)
+def _check_start(config: JobConfig, job: Job | None = None) -> None:
+    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
+    of Hugging Face's folders only if they are missing.
+    """
+    settings = config.checkpoint
+    steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
-        if in_bucket(job.config):
+        if in_bucket(config):
             return  # it is looked for there
-        root = checkpoint_root(job.config)
+        root = checkpoint_root(config)
         require_step(root, settings.load_step, sorted(steps))
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
     elif "://" in settings.initial_load_path + saved_root(path):
         return  # no bucket is opened here
-    elif settings.initial_load_in_hf and not steps:
-        from titanlite.checkpoint.hf.load import HuggingFaceFolder
-
-        try:
-            HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
-        except UserError as error:
-            raise UserError(f"checkpoint.initial_load_path: {error}") from None
     elif settings.initial_load_path and not steps:
-        resumable, newest = not settings.initial_load_model_only, newest_of(path)
-        if is_foreign(newest):
-            _open_foreign(job, newest, resumable)
-        else:
+        newest = path if settings.initial_load_in_hf else newest_of(path)
+        if not settings.initial_load_in_hf and not is_foreign(newest):
+            resumable = not settings.initial_load_model_only
             _require_complete("checkpoint.initial_load_path", newest, resumable)
+            return
+        try:
+            if job:
+                _open_foreign(job, newest)
+            elif not newest.exists():
+                raise UserError(f"{path} does not exist")
+        except UserError as error:
+            raise UserError(f"{error}", "checkpoint.initial_load_path") from None
 
 
-def _open_foreign(job: Job, path: Path, resumable: bool) -> None:
+def _open_foreign(job: Job, path: Path) -> None:
+    """Raise if weights of another program do not fit."""
+    from titanlite.checkpoint.hf.load import HuggingFaceFolder
     from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 
-    try:
+    settings = job.config.checkpoint
+    if settings.initial_load_in_hf:
+        HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+    else:
         found = TorchTitanCheckpoint(path, job.spec, job.model)
-        _ = resumable and found.progress
-    except UserError as error:
-        raise UserError(f"checkpoint.initial_load_path: {error}") from None
+        _ = settings.initial_load_model_only or found.progress
 
 
 def _check_bucket(config: JobConfig) -> None:
@@ -285,7 +301,7 @@ def _require_complete(key: str, folder: Path, resumable: bool) -> None:
     except (CorruptCheckpoint, OSError) as error:
         problems = [str(error)]
     if problems:
-        raise UserError(f"{key}: {'; '.join(problems[:8])}")
+        raise UserError("; ".join(problems[:8]), key)
 
 
 def _check_triton(key: str) -> None:

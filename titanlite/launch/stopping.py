@@ -56,6 +56,8 @@ class Stopping:
         self._asked_at, self._signaled_at = 0.0, math.inf
         self._completed = 0
         """The last complete step of workers that have ended."""
+        self._has_trained = False
+        """Whether any workers had a complete step."""
         os.environ[STARTED] = str(time.time())
         for number in (*STOP_SIGNALS, signal.SIGINT) if config.checkpoint.enable else ():
             signal.signal(number, self._catch)
@@ -87,6 +89,7 @@ class Stopping:
     def finish(self) -> None:
         """Signals are requests still: after a failure, none of them lets another attempt begin."""
         self._completed = self._last_step()
+        self._has_trained |= self._completed > 0
         self._private = None
 
     def poll(self, node: Node) -> None:
@@ -100,7 +103,7 @@ class Stopping:
                 file.write(self.reason.encode())
             if self.reason == CTRL_C:
                 say(
-                    "\ntitanlite: Ctrl-C: saving this step, then stopping; "
+                    "\ntitanlite: Ctrl-C: saving after the current step, then stopping; "
                     "Ctrl-C again, after a second, stops at once"
                 )
         if any(
@@ -145,7 +148,8 @@ class Stopping:
     def _early(self) -> EarlyExit:
         """Return the early exit of ranks that could not record it."""
         step = self._last_step()
-        saves = self._config.checkpoint.enable  # else the folder has an older run's
+        # Otherwise the folder has an older run's.
+        saves = self._config.checkpoint.enable and (step or self._has_trained)
         saved = saves and newest(self._config) or 0
         lost = max(0, step - saved)
         return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)

@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titanlite.errors import columns
-from titanlite.observe.console import colored, shortened
+from titanlite.observe.console import colored, shortened, timed, untimed
 from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
 """The launcher's own log, with the plan."""
-ENDED = "ended: "
-"""Begins its last line, where a run ended before its last step."""
-DONE = "done: "
-"""Begins it where the run has reached its last step, and saved it."""
 _FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
 
 
@@ -73,7 +69,7 @@ class Terminal:
         self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
-        self._folder = next(iter(logs.values()), metrics).parent
+        self._folder = metrics.parent / "logs"
         self._known = {*known}
         self._unchanged = dict[str, None]()
         self._failed: set[int] = set()
@@ -116,7 +112,8 @@ class Terminal:
             while not self._done.wait(self._seconds):
                 self._show(show)
                 if record := self.last_record:
-                    eta = format_duration((self._steps - record["step"]) * record["step_seconds"])
+                    left = (self._steps - record["step"]) * record["step_seconds"]
+                    eta = format_duration(record.get("eta_seconds") or left)
                     loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
                     title = f"step {record['step']}/{self._steps}"
                     text = f"eta {eta}  loss {loss}"
@@ -131,7 +128,7 @@ class Terminal:
             if not self._is_known(line):
                 show(line)
         for rank, follower in self._logs.items():
-            for line in follower.lines(last):
+            for line in map(untimed, follower.lines(last)):
                 if (
                     line == FAILED_MARK
                 ):  # the launcher prints the error of the rank that failed first
@@ -179,14 +176,15 @@ def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
     lines: set[str] = set()
     for path in files:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-            lines |= {*file.read(1 << 16).partition("\nstep:")[0].splitlines()}
+            lines |= {*untimed(file.read(1 << 16)).partition("\nstep:")[0].splitlines()}
     return lines
 
 
 def note(logs: Path, line: str) -> None:
     """Add a line to the launcher's own log."""
-    with suppress(OSError), (logs / NOTICES).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+    path = logs / NOTICES
+    with suppress(OSError), path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(f"{timed(line)}\n")
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -3,7 +3,12 @@
 import logging
 import re
 import sys
+import time
 from pathlib import Path
+
+TIME = "%Y-%m-%d %H:%M:%S "
+"""Before each line of a log file."""
+_TIME = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 _ANSI_COLORS = {
     "step": 31,
@@ -22,6 +27,24 @@ def rank_log(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
+def timed(text: str, at: float | None = None) -> str:
+    """Return text as log files have it: each line after the time, in UTC."""
+    begin = time.strftime(TIME, time.gmtime(at))
+    return "\n".join(f"{begin}{line}" for line in text.split("\n"))
+
+
+def untimed(text: str) -> str:
+    """Return lines of a log file without their times."""
+    return _TIME.sub("", text)
+
+
+class Timed(logging.Formatter):
+    """Puts the time before each line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return timed(super().format(record), record.created)
+
+
 def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> logging.Logger:
     """Return the logger of this rank.
 
@@ -29,12 +52,17 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
     log file. Below torchrun or srun (not `launched`) it writes the log file itself, and to the
     console on `shown` ranks."""
     log = logging.Logger(f"titanlite.rank{rank}", logging.INFO)
-    if launched or shown:
-        log.addHandler(logging.StreamHandler(sys.stdout))
+    console = logging.StreamHandler(sys.stdout)
+    files: list[logging.Handler] = [console]
     if not launched:
         path = rank_log(dump_folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        log.addHandler(logging.FileHandler(path, encoding="utf-8"))
+        files = [logging.FileHandler(path, encoding="utf-8", errors="replace")]
+    for handler in files:
+        handler.setFormatter(Timed())
+        log.addHandler(handler)
+    if shown and not launched:
+        log.addHandler(console)
     return log
 
 

@@ -37,6 +37,7 @@ class StepRecord:
     data_seconds: float
     memory_gib: float
     recompiles: int
+    eta_seconds: float | None = None
 
     @property
     def data_percent(self) -> float:
@@ -48,7 +49,8 @@ class StepRecord:
         the eta.
         """
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.2f}%"
-        eta = format_duration((steps - self.step) * self.step_seconds)
+        left = (steps - self.step) * self.step_seconds
+        eta = format_duration(left if self.eta_seconds is None else self.eta_seconds)
         return (
             f"step: {self.step:2}  loss: {self.loss:8.5f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({memory_percent:.2f}%)  tps: {round(self.tps):,}  "
@@ -92,7 +94,8 @@ class JsonLines:
             key: None if value is None or not math.isfinite(value) else value
             for key, value in values.items()
         }
-        _append(self._file, (json.dumps({"step": step, **finite}) + "\n").encode())
+        record = {"step": step, **finite, "time": round(time.time(), 3)}
+        _append(self._file, (json.dumps(record) + "\n").encode())
 
 
 class TensorBoard:

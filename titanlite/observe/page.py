@@ -14,14 +14,14 @@ from titanlite.errors import UserError, format_table
 
 @dataclass(frozen=True)
 class Number:
-    """A number with its exact value, shown in a unit with so many digits; nan is left blank."""
+    """A number with its exact value, shown in a unit with so many digits; nan is a dash."""
 
     value: float
     digits: int = 0
     unit: float = 1
 
     def __str__(self) -> str:
-        return "" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
+        return "-" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """How far a long command is, on stderr: a bar in a terminal, elsewhere a line every ten seconds."""
 
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from titanlite.errors import format_bytes
+from titanlite.errors import format_bytes, print_notice
 from titanlite.observe.metrics import format_duration
 
 T = TypeVar("T")
@@ -15,36 +15,76 @@ Progress = Callable[[int, int], None]
 LINE_SECONDS = 10
 
 
+def _texts(title: str, unit: str, began: float) -> Callable[[int, int, float], str]:
+    """Return a function that describes progress, with the rate and the time left."""
+    first = -1
+
+    def text(done: int, total: int, now: float) -> str:
+        nonlocal first
+        first = done if first < 0 else first  # what an earlier run had done took no time
+        return title + describe(done, total, done - first, now - began, unit)
+
+    return text
+
+
+def progress_lines(say: Callable[[str], object], title: str, unit: str) -> Progress:
+    """Return a function that says progress in a unit every ten seconds."""
+    shown = time.monotonic()
+    text = _texts(title, unit, shown)
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        line = text(done, total, now)
+        if now - shown >= LINE_SECONDS:
+            shown = now
+            say(line)
+
+    return show
+
+
 @contextmanager
-def progress_bar(unit: str) -> Iterator[Progress]:
-    """Yield a function that shows progress in a unit, with the rate and the time left."""
+def progress_bar(unit: str, title: str = "") -> Iterator[Progress]:
+    """Yield a function that shows progress in a unit: in a terminal a bar, elsewhere lines."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield progress_lines(print_notice, title, unit)
+        return
     with Bar(
         BarColumn(),
         TextColumn("{task.description}", markup=False),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as bar:
-        task = bar.add_task("", total=None)
-        began = shown = time.monotonic()
-        first = -1
+        task, text = bar.add_task("", total=None), _texts(title, unit, time.monotonic())
 
         def show(done: int, total: int) -> None:
-            nonlocal shown, first
-            now = time.monotonic()
-            first = done if first < 0 else first  # what an earlier run had done took no time
-            text = describe(done, total, done - first, now - began, unit)
-            bar.update(task, completed=done, total=total, description=text)
-            if not console.is_terminal and now - shown >= LINE_SECONDS:
-                shown = now
-                print(f"titanlite: {text}", file=sys.stderr, flush=True)
+            line = text(done, total, time.monotonic())
+            bar.update(task, completed=done, total=total, description=line)
 
         yield show
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say every ten seconds for how long this has taken: for work whose length is unknown."""
+    began, over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(LINE_SECONDS):
+            print_notice(f"{what}, {format_duration(time.monotonic() - began)} so far")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def describe(done: int, total: int, added: int, seconds: float, unit: str) -> str:

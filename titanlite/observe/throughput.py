@@ -1,6 +1,9 @@
 """FLOPs of a model and peaks of devices: counted or from a table, never guessed."""
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -16,20 +19,62 @@ def peak_tflops(device: torch.device) -> float | None:
     return hardware_table()["gpu"][known]["peaks"]["bfloat16"] if known else None
 
 
+@dataclass(frozen=True)
+class TokenFlops:
+    """Training FLOPs of a token, without recomputation."""
+
+    products: int
+    """With parameters."""
+    attention: int
+    blocks: int
+    """How many have a backward pass: below the first that is trained there is none."""
+    again: int
+    """Products of these blocks' forward pass, which full recomputation repeats."""
+    attention_again: int
+
+    @property
+    def total(self) -> int:
+        """Return all of them."""
+        return self.products + self.attention
+
+
 def flops_per_token(
     parameters: Iterable[tuple[str, torch.Tensor]],
     table: dict[str, Rule],
     shape: ModelDims,
     seq_len: int,
-) -> int:
-    """Return training FLOPs per token: 6 for each parameter that multiplies it (4 if frozen), and
-    attention.
+    blocks: str,
+) -> TokenFlops:
+    """Count 2 for each parameter that multiplies a token, 2 more if it is trained, and 2 more if
+    the gradient goes on below it: to a parameter before it, or in its block.
 
     An embedding is looked up, not multiplied, unless it is the output layer as well.
     """
-    flops = 6 * shape.layers * shape.heads * 2 * shape.head_dim * seq_len
-    for name, parameter in parameters:
-        rule = table[name]
-        if parameter.dim() >= 2 and (rule.tensor != "embedding" or rule.tied):
-            flops += (6 if parameter.requires_grad else 4) * round(parameter.numel() * rule.active)
-    return flops
+    named = [*parameters]
+    some_trained = any(parameter.requires_grad for _, parameter in named)
+    products = again = backwards = 0
+    is_below = False  # something that is trained
+    for place, group in groupby(named, lambda item: _place(item[0], blocks)):
+        members = [*group]
+        is_block = place.endswith(".")
+        is_trained = any(parameter.requires_grad for _, parameter in members)
+        goes_on = is_below or (is_block and is_trained)
+        for name, parameter in members:
+            rule = table[name]
+            if parameter.dim() < 2 or (rule.tensor == "embedding" and not rule.tied):
+                continue
+            forward = 2 * round(parameter.numel() * rule.active)
+            onward = some_trained if rule.tied else goes_on
+            products += forward * (1 + parameter.requires_grad + onward)
+            again += forward * (is_block and goes_on)
+        backwards += is_block and goes_on
+        is_below = is_below or is_trained
+    attention = 2 * shape.heads * 2 * shape.head_dim * seq_len
+    passes = shape.layers + 2 * backwards
+    return TokenFlops(products, attention * passes, backwards, again, attention * backwards)
+
+
+def _place(name: str, blocks: str) -> str:
+    """Return the block of a parameter, with a dot behind it, or its own name."""
+    block = re.match(rf"{re.escape(blocks)}\.\d+\.", name)
+    return block[0] if block else name

@@ -65,7 +65,12 @@ def build_meta_model(
             adapt(model, spec.adapters, rules)
             rules += spec.adapters.rows(rules)
     names = list(dict(model.named_parameters()))
-    return model, assign(rules, names, ties=shared_names(model))
+    try:
+        return model, assign(rules, names, ties=shared_names(model))
+    except UserError as error:
+        code = getattr(spec.rules, "__code__", None)
+        where = f"\n  the table is in {code.co_filename}" if code else ""
+        raise UserError(f"{error}{where}") from None
 
 
 def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str]) -> list[str]:

@@ -4,16 +4,18 @@ FSDP2 ignores them; this module replaces its work for them: computing in mixed_p
 summing their gradients over the ranks, in one collective a step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, match_parameters, named_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.param_view import forward_with_converted_params
+from titanlite.registry import Rule
 
 KEY = "parallelism.fsdp_keep_whole"
 
@@ -24,13 +26,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     The parameters themselves keep their type.
     """
     patterns = context.job.config.parallelism.fsdp_keep_whole
-    names = match_parameters(context.table, KEY, patterns)
-    if len(names) == len(context.table):
-        raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
-    experts = [name for name in names if context.table[name].tensor == "expert"]
-    if experts and context.mesh.experts:  # which have other ranks to sum over
-        why = "experts are always sharded with expert or tensor parallel; name the other parameters"
-        raise UserError(f"{KEY} matches {experts[0]}: {why}")
+    names = kept_whole(context.job, context.table)
     dtype = getattr(torch, context.job.config.training.mixed_precision_param)
     replicated = {*replicated_parameters(model, context)}
     for module in model.modules():
@@ -44,9 +40,21 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     return [f"Applied {KEY}: {count} parameters are replicated ({', '.join(patterns)})"]
 
 
+def kept_whole(job: Job, table: Mapping[str, Rule]) -> list[str]:
+    """Return the parameters that stay whole; raise a UserError if one cannot."""
+    names = match_parameters(table, KEY, job.config.parallelism.fsdp_keep_whole)
+    if len(names) == len(table):
+        raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
+    experts = [name for name in names if table[name].tensor == "expert"]
+    if experts and job.layout.experts_on_own_mesh:  # which have other ranks to sum over
+        why = "experts are always sharded with expert or tensor parallel; name the other parameters"
+        raise UserError(f"{KEY} matches {experts[0]}: {why}")
+    return names
+
+
 def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Parameter]:
     """Return the parameters of a model part that FSDP2 must ignore and `sum_gradients` must sum."""
-    names = match_parameters(context.table, KEY, context.job.config.parallelism.fsdp_keep_whole)
+    names = kept_whole(context.job, context.table)
     parameters = dict(named_parameters(model, context.table))
     return [parameters[name] for name in names if name in parameters]
 

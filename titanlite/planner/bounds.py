@@ -2,8 +2,6 @@
 need not be rehearsed.
 """
 
-from functools import partial
-
 import torch
 
 from titanlite.config.job import Job
@@ -40,18 +38,15 @@ class Facts:
         self._width = min(
             (p.size(1) for n, p in named if table[n].tensor == "embedding"), default=0
         )
-        flops = partial(
-            flops_per_token, table=table, shape=job.shape, seq_len=job.config.training.seq_len
+        self._flops = flops_per_token(
+            named, table, job.shape, job.config.training.seq_len, job.spec.blocks
         )
-        self.flops, self._attention = flops(named), flops([])
+        self.flops = self._flops.total
         """Of a token; recomputation is left out."""
-        blocks = (item for item in named if item[0].startswith(f"{job.spec.blocks}."))
-        self._recomputed = flops(blocks) / 3
-        """Of the blocks' forward pass."""
 
     def least_bytes(self, job: Job) -> float:
         """Return a lower limit of a step's peak: the state, what stays gathered, gradients that a
-        pipeline sums up whole, and what the blocks start from.
+        pipeline sums up whole, and what the blocks with a backward pass start from.
         """
         layout, training, stages = job.layout, job.config.training, job.stages
         size, reshard = _size(training.mixed_precision_param), "never"
@@ -65,7 +60,7 @@ class Facts:
         if layout.dp_shard > 1 and job.config.parallelism.fsdp_reshard_after_forward == reshard:
             state += gathered * size
         tokens = samples * training.seq_len / layout.cp / layout.tp
-        return state + tokens * self._width * self._layers * size
+        return state + tokens * self._width * self._flops.blocks * size
 
     def least_seconds(self, job: Job) -> float:
         """Return a lower limit of a step's estimate: the longer of computing and gathering."""
@@ -79,19 +74,21 @@ class Facts:
 
         is_full = job.config.activation_checkpoint.mode == "full"
         samples, tokens = batch.local * batch.accumulation, training.seq_len / layout.cp
+        products = self._flops.products + is_full * self._flops.again
+        attention = self._flops.attention + is_full * self._flops.attention_again
         # Under context parallel chunks attend to half of all pairs of tokens or more.
-        flops = self.flops + is_full * self._recomputed - self._attention / 2
-        flops *= samples * tokens
+        flops = (products + attention / 2) * samples * tokens
         type_ = "float8" if value_of(job.config, FLOAT8) else dtype
         share = hardware.efficiencies[hardware.efficiency_of(type_, is_compiled(job))].share
         computing = flops / layout.tp / hardware.peak(type_) / share
         if not settings.enable_async_tensor_parallel:
             # Two gathers and two reductions in each pass of a block.
-            number = (12 if is_full else 8) * self._layers * samples
+            number = 4 * (self._layers + (1 + is_full) * self._flops.blocks) * samples
             activations = tokens * self._width * _size(dtype)
             computing += number * seconds("tp", layout.tp, activations)
         computing /= layout.pp
-        passes = 1 if settings.fsdp_reshard_after_forward == "never" else 2
+        is_kept = settings.fsdp_reshard_after_forward == "never"
+        passes = 1 if is_kept or self._flops.blocks < self._layers else 2
         steps = 1 if settings.defer_gradient_sync else batch.accumulation
         gathers = batch.accumulation * passes
         if layout.pp > 1:

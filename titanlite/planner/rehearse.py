@@ -23,9 +23,10 @@ from titanlite.config.job import Job
 from titanlite.config.schema import with_values
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.data.loader import MicroBatch
-from titanlite.errors import UserError
+from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
+from titanlite.models.transformers.kernels import torch_functions
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
 from titanlite.parallel import expert_parallel, tensor_parallel
 from titanlite.parallel.build import Context, build_model
@@ -119,6 +120,7 @@ def _rehearsing(
 ) -> Iterator[None]:
     with (
         _naming_what_fails(parts),
+        torch_functions(),
         stand_ins.as_on_cuda(parts) if as_on_cuda else nullcontext(),
         holding_what_is_sent() if is_pipeline and not as_on_cuda else nullcontext(),
         fake_tensor_mode(),
@@ -251,18 +253,24 @@ def _count_step(
 
 @contextmanager
 def _naming_what_fails(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Raise a UserError that names an operation that needs values, and the module that calls it."""
+    """Raise a UserError that names an operation that needs values, or what else a module raises."""
     try:
         yield
-    except untraceable() as error:
+    except UserError:
+        raise
+    except Exception as error:
         names = {module: name for part in parts for name, module in part.named_modules()}
         callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
         inner = [names[one] for one in callers if isinstance(one, nn.Module) and one in names]
         where = f" of {inner[-1]}" if inner else ""
-        raise UserError(
-            f"not planned: {getattr(error, 'func', error)}{where} needs the values of tensors, "
-            "which a rehearsal has not"
-        ) from error
+        if isinstance(error, untraceable()):
+            operation = getattr(error, "func", error)
+            why = f"{operation}{where} needs the values of tensors, which a rehearsal has not"
+        elif inner:
+            why = f"{inner[-1]} raises {type(error).__name__}: {first_line(error)}"
+        else:
+            raise
+        raise UserError(f"not planned: {why}") from error
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

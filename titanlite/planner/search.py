@@ -128,20 +128,18 @@ def measured(found: Found, number: int, measure: Callable[[Settings], float]) ->
 
 
 def changes(job: Job, hardware: Hardware, most: int = 3) -> list[Candidate]:
-    """Return changes that make a job fit, the smaller ones first; more ranks only if nothing else
-    does.
+    """Return changes that make a job fit, the smaller ones first; if none does, the fewest further
+    ranks that do.
     """
     facts, found = Facts(job, hardware), list[Candidate]()
     if job.layout.pp > 1:
         return found  # a rehearsal of each would take minutes
     with FakeWorld() as world:
         for settings, ranks in _changes(job, hardware):
-            seen = {candidate.job.layout.world for candidate in found}
-            if len(found) == most or ranks > job.layout.world in seen:
+            if len(found) == most or (found and ranks > job.layout.world):
                 break
             other = changed(job, settings, ranks)
-            is_new = ranks == job.layout.world or ranks not in seen
-            if other and is_new and facts.least_bytes(other) <= hardware.usable_bytes:
+            if other and facts.least_bytes(other) <= hardware.usable_bytes:
                 found += filter(None, [_rehearse(job, settings, other, hardware, world)[1]])
     return found
 

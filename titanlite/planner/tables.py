@@ -25,7 +25,6 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     hardware = plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
     left = (hardware.usable_bytes - plan.recording.peak) / GIB
-    roomy = "It fits" if plan.without_flushes <= hardware.usable_bytes else "It may not fit"
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
     return (
         f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
@@ -35,10 +34,18 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"{'It fits' if plan.fits else 'It does not fit'}: a step needs "
         f"{plan.recording.peak / GIB:.2f} GiB, "
         f"in {plan.recording.moment}; "
-        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}\n"
-        f"{roomy} without flushes of torch's cache, "
-        f"for which its allocator needs up to {plan.without_flushes / GIB:.2f} GiB",
+        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}{_flushes(plan)}",
     )
+
+
+def _flushes(plan: Plan) -> str:
+    """Return a line on what torch's allocator needs beyond the peak of a job that fits."""
+    if not plan.fits:
+        return ""
+    none = plan.without_flushes <= plan.hardware.usable_bytes
+    expected = "No allocator cache flushes expected" if none else "Allocator cache flushes possible"
+    needs = f"needs up to {plan.without_flushes / GIB:.2f} GiB"
+    return f"\n{expected}: PyTorch's caching allocator {needs}"
 
 
 def tables(plan: Plan) -> Iterator[Table]:
@@ -102,7 +109,8 @@ def _ranks(plan: Plan) -> Table:
 
 
 def _communication(plan: Plan) -> Table:
-    exposed, rows = dict(plan.speed.exposed), []
+    exposed = {**dict.fromkeys((row.dimension for row in plan.traffic), 0.0), **plan.speed.exposed}
+    rows = []
     for row in plan.traffic:
         waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
         sizes = (Number(row.number), gib(row.bytes), waits)
@@ -134,8 +142,8 @@ def _speed(plan: Plan) -> Table:
         for name, (title, digits) in titles.items()
         if bound[name] is not None
     ]
-    header, note = ("", "bound", "estimate"), f"bound by {speed.binding}"
-    return Table("speed", "Speed", header, rows, speed.assumptions, note)
+    title, header = f"Speed, bound by {speed.binding}", ("", "bound", "estimate")
+    return Table("speed", title, header, rows, speed.assumptions)
 
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:

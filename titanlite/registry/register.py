@@ -40,9 +40,17 @@ class Registry(Generic[Item]):
         known = self.names()
         close = nearest(name, known)
         # llama4 is not llama3 misspelled.
-        is_another_version = re.sub(r"\d", "", close) == re.sub(r"\d", "", name)
-        hint = "known:" if is_another_version or not close else f"did you mean {close}? Known:"
-        raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {", ".join(known)}')
+        is_another_version = re.search(r"\d", name) and (
+            re.sub(r"\d", "", close) == re.sub(r"\d", "", name)
+        )
+        is_close = close and not is_another_version
+        hint = f"did you mean {close}? Known:" if is_close else "known:"
+        more = ""
+        if self._kind == "model" and not is_close:
+            options = f"--model.name transformers --model.overrides.model_type {name}"
+            more = f"; a class of transformers, if it has one: {options}"
+        listed = ", ".join(known)
+        raise UserError(f'no {self._kind} is registered as "{name}"; {hint} {listed}{more}')
 
     def names(self) -> list[str]:
         """Return all names, without importing anything."""

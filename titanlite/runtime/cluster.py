@@ -79,7 +79,7 @@ def store_address(environ: Mapping[str, str], world: int) -> tuple[str, int] | N
     if not environ.get("RANK"):
         return slurm_master(environ)
     if not environ.get("MASTER_ADDR"):
-        raise UserError(f"WORLD_SIZE={world} announces several ranks, but MASTER_ADDR is not set")
+        raise UserError(f"WORLD_SIZE={world}, but MASTER_ADDR is not set")
     return environ["MASTER_ADDR"], read_number(environ, "MASTER_PORT", DEFAULT_PORT, *PORTS)
 
 
@@ -92,7 +92,7 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     )
     if not address:
         raise UserError(
-            "SLURM announces several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set"
+            "SLURM started several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set"
         )
     job = read_number(environ, "SLURM_JOB_ID", 0)
     return address, read_number(environ, "MASTER_PORT", 20000 + job % 10000, *PORTS)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Comm, JobConfig
-from titanlite.errors import UserError
+from titanlite.errors import UserError, print_notice
 from titanlite.runtime import torch_private
 from titanlite.runtime.cluster import (
     RESOLVER,
@@ -20,9 +20,13 @@ from titanlite.runtime.cluster import (
     read_number,
     store_address,
 )
-from titanlite.runtime.rank_files import attempt_prefix
+from titanlite.runtime.rank_files import ATTEMPT, attempt_prefix, outlives_attempts
 
 T = TypeVar("T")
+SHARED_STORE = (
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on several nodes: "
+    "after a restart ranks may not find each other in the store that its agents share"
+)
 WATCH_SECONDS = 15
 """Margin that lets a hang be reported before collectives time out."""
 
@@ -94,6 +98,8 @@ def process_group(
         # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         os.environ.setdefault("RES_OPTIONS", RESOLVER)
+        if rank.rank == 0 and outlives_attempts(environ) and not environ.get(ATTEMPT):
+            print_notice(SHARED_STORE)
     store = _store(rank, environ, timedelta(seconds=comm.init_timeout_seconds))
     timeout = collective_timeout(comm.init_timeout_seconds)
     dist.init_process_group(
@@ -116,9 +122,7 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
     address = store_address(environ, rank.world)
     if address is None:
         return dist.HashStore()
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store outlives an attempt: without a prefix of its own, the next would find
-        # stale addresses.
+    if outlives_attempts(environ):  # without a prefix the next one would find stale addresses
         store = dist.TCPStore(*address, is_master=False, timeout=timeout)
         return dist.PrefixStore(attempt_prefix(environ), store)
     return dist.TCPStore(*address, rank.world, is_master=rank.rank == 0, timeout=timeout)

@@ -34,7 +34,7 @@ class EarlyExit:
     code: int
     """STOPPED, or CUT_SHORT if steps are lost."""
     step: int
-    """The last complete step."""
+    """The last complete step; 0 if no rank of this start has come to one."""
     reason: str
     lost: int
     """Steps since the newest checkpoint."""

@@ -47,8 +47,19 @@ def attempt_number(environ: Mapping[str, str]) -> str:
 
 
 def attempt_prefix(environ: Mapping[str, str]) -> str:
-    """Return the beginning of the store's keys that belong to this worker's attempt."""
-    return f"attempt-{attempt_number(environ)}"
+    """Return the beginning of the store's keys that belong to this worker's attempt; nothing in a
+    store that ends with the attempt.
+
+    Each agent of torchrun counts only the restarts that its own ranks caused.
+    """
+    if not environ.get(ATTEMPT) and not outlives_attempts(environ):
+        return ""
+    return f"attempt-{attempt_number(environ)}/"
+
+
+def outlives_attempts(environ: Mapping[str, str]) -> bool:
+    """Return whether the ranks' store is the one of their launchers or agents."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank_file(private: Path, rank: int, kind: str) -> Path:

@@ -56,6 +56,7 @@ _ABOUT = (
 )
 _PLACE = (_ABOUT.format("the latest complete one"), place)
 _ALL = _ABOUT.format("all")
+_DEFAULT = "; default: outputs"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -226,18 +227,18 @@ def _rm(arguments: Namespace) -> int:
             of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
             if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
                 raise UserError(f"{root} would have no {what} left; --force removes them anyway")
-    for folder in folders:
+    for given, folder in zip(arguments.step_folder, folders, strict=True):
         if arguments.dry_run:
-            print(f"would remove {folder}")
+            print(f"would remove {given}")
             continue
         if is_remote(folder):
             transfer.remove(folder)
-            print(f"removed {folder}")
+            print(f"removed {given}")
             continue
         hold_run(folder)
         delete(folder)
         point_latest(folder.parent, latest_complete(folder.parent))
-        print(f"removed {folder}")
+        print(f"removed {given}")
     return 0
 
 
@@ -269,7 +270,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "list steps, size, mesh, age and state",
         "ls outputs --full",
         {
-            "[FOLDER]": (f"{_ALL}; default: outputs", place, Path("outputs")),
+            "[FOLDER]": (_ALL + _DEFAULT, place, Path("outputs")),
             "--full": "read every byte",
         },
     ),
@@ -277,13 +278,13 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _verify,
         "read every byte; exit code 1 if a checksum differs",
         "verify outputs",
-        {"FOLDER …": (_ALL, place)},
+        {"[FOLDER …]": (_ALL + _DEFAULT, place, [Path("outputs")])},
     ),
     "show": (
         _show,
         "print the step, the position in the data, tensors and config",
         "show outputs",
-        {"FOLDER": _PLACE},
+        {"[FOLDER]": (_PLACE[0] + _DEFAULT, place, Path("outputs"))},
     ),
     "diff": (
         _diff,

@@ -88,7 +88,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
-    with writing(target), progress_bar("tensors") as show:
+    with writing(target), progress_bar("tensors", "exporting: ") as show:
         _refuse_existing(str(target))
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
@@ -203,8 +203,6 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
     is_known = here or (not assets and all(map(os.path.exists, folders)))
     if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
-        if not tokenizer.assets:
-            print_notice("no tokenizer is exported: the model's tokens are bytes")
         return tokenizer
     what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
     print_notice(f"no tokenizer is exported: {what}")

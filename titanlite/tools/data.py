@@ -16,13 +16,13 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
-from titanlite.data.documents import SUFFIXES
+from titanlite.data.documents import SUFFIXES, Documents
 from titanlite.data.prepare import prepare, staging_folder
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
 from titanlite.data.stored_text import find_text
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
-from titanlite.errors import format_table, print_notice
+from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.cluster import cores
@@ -68,6 +68,7 @@ def _prepare(arguments: Namespace) -> int:
     documents = {
         source: replace(find_text(source, arguments.out), text_key=key) for source in arguments.src
     }
+    _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
     is_url = is_remote(arguments.out)
@@ -82,6 +83,17 @@ def _prepare(arguments: Namespace) -> int:
     options += ["--model.overrides.vocab_size", str(size)] * (size != BYTE_VOCABULARY)
     print(f"to train on them: {shlex.join(options)}")
     return 0
+
+
+def _require_apart(sources: dict[str, Documents]) -> None:
+    """Raise a UserError if two sources have a file in common: its text would count twice."""
+    seen: dict[str, str] = {}
+    for source, documents in sources.items():
+        for name in documents.names:
+            url = f"{documents.url}/{name}" if documents.url else ""
+            file = url or str((documents.root / name).resolve())
+            if (other := seen.setdefault(file, source)) != source:
+                raise UserError(f"SRC {other} and {source} both have {file}; drop one of them")
 
 
 def counts_line(manifest: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
+import shutil
 import socket
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import OK, RunFailed, UserError, first_line, format_bytes, format_table
 from titanlite.launch import launcher
 from titanlite.launch.nodes import prepare_imports, worker_environment
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import rank_log, untimed
 from titanlite.runtime.cluster import RankInfo, cores
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.rank_files import ATTEMPT, DEVICE, FAILED_MARK, RESOLVED_CONFIG
@@ -92,7 +94,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             failure = first_failure(exits, folder, folder, socket.gethostname())
             if 0 in attempt.ranks:
                 log = rank_log(folder, 0).read_text(encoding="utf-8", errors="replace")
-                print(log.partition(FAILED_MARK)[0], end="", flush=True)
+                print(untimed(log.partition(FAILED_MARK)[0]), end="", flush=True)
             elif not failure and not reason:
                 print("titanlite: node 0 prints the result")
             return Ended(failure, over=bool(failure or reason))
@@ -126,7 +128,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
         heart.start()
         revision = git_revision() if rank.local_rank == 0 else None
-        machine = f"{cores()} cores, {format_bytes(machine_bytes())}"
+        machine = f"{cores()} cores, {format_bytes(machine_bytes())}, {pressure()}"
         facts = gather_on_rank_0(facts_of(job, rank, device, revision, machine))
         if rank.rank == 0:
             build = torch.__config__.show().strip().splitlines()
@@ -145,6 +147,15 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         if rank.rank == 0:
             print(f"mesh       {job.layout}", *lines, sep="\n")
     heart.end()
+
+
+def pressure() -> str:
+    """Return what slows or stops ranks: the machine's load, its shared memory, its open files."""
+    parts = [f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} CPUs"]
+    if os.path.isdir("/dev/shm"):
+        parts.append(f"{format_bytes(shutil.disk_usage('/dev/shm').free)} free in /dev/shm")
+    parts.append(f"ulimit -n {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}")
+    return ", ".join(parts)
 
 
 def facts_table(facts: Sequence[Facts]) -> str:

@@ -11,14 +11,12 @@ from titanlite.config.options import declare
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import track
-from titanlite.tools.load import add_checkpoint, load_model, saved_job
+from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = (
-        "example: titanlite evaluate --checkpoint outputs --dataset text --dataset-path my-text"
-    )
+    parser.epilog = "example: titanlite evaluate outputs --dataset text --dataset-path my-text"
     about = "batches of validation.local_batch_size windows "
     about += "(default: all of --dataset, or the run's validation.steps)"
     options = {
@@ -33,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the loss, the bits per byte, and the amount of data."""
     overrides += _own_data(arguments)
-    job, folder = saved_job(arguments.checkpoint, overrides)
+    job, folder = saved_job(named_model(arguments), overrides)
     settings = job.config.validation
     if not settings.enable:
         raise UserError(

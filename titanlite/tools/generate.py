@@ -2,16 +2,22 @@
 groups.
 """
 
+import os
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from titanlite.checkpoint.manifest import read_state
 from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError, print_notice
-from titanlite.tools.load import add_checkpoint, load_model, saved_job
+from titanlite.runtime import store
+from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
+SMALL = 10_000_000
+"""Parameters of a model below which more threads wait longer than they compute."""
 _KEYS = {
     "prompt": "generate.prompt",
     "tokens": "generate.tokens",
@@ -22,9 +28,7 @@ _KEYS = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.epilog = (
-        'example: titanlite generate --checkpoint outputs --prompt "def " --tokens 100 --seed 1'
-    )
+    parser.epilog = 'example: titanlite generate outputs --prompt "def " --tokens 100 --seed 1'
     samples = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
     nucleus = (
         "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
@@ -50,9 +54,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p {top_p:g}: must be above 0 and at most 1")
+    is_mistyped = overrides and overrides[0].startswith("-") and "." not in overrides[0]
+    if arguments.dump and not is_mistyped and not store.exists(arguments.dump):
+        words = [str(arguments.dump), *takewhile(lambda word: word[:1] != "-", overrides)]
+        meant = shlex.quote(" ".join(words))
+        raise UserError(f"{arguments.dump} does not exist; a text to continue is --prompt {meant}")
     options = {key: getattr(arguments, name) for name, key in _KEYS.items()}
     overrides += [f"--{key}={value}" for key, value in options.items() if value is not None]
-    job, folder = saved_job(arguments.checkpoint, overrides)
+    job, folder = saved_job(named_model(arguments), overrides)
     tokenizer = require_tokenizer(open_tokenizer(job), "generation")
     from titanlite.runtime.distributed import pick_device
     from titanlite.train.forward import Forward
@@ -67,7 +76,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         settings = settings.model_copy(update={"prompt": text})
     if count > 1 and settings.temperature == 0:
         raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
-    forward = Forward([load_model(job, folder, device)], device)  # verifies the folder
+    model = load_model(job, folder, device)  # verifies the folder
+    _limit_threads(model)
+    forward = Forward([model], device)
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
     print_notice(f"{folder}, temperature {settings.temperature:g}, seed {first_seed}")
@@ -79,6 +90,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         text = generate(forward, tokenizer, settings, job.positions, seed, narrow, show)
         print(text[show.shown :])
     return 0
+
+
+def _limit_threads(model: Any) -> None:
+    """Compute a small model in one thread: of a token there is too little to share."""
+    import torch
+
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if "OMP_NUM_THREADS" not in os.environ and size < SMALL:
+        torch.set_num_threads(1)
 
 
 class Show:

@@ -39,7 +39,7 @@ from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from argparse import ArgumentParser, Namespace
 
     import torch
 
@@ -49,26 +49,35 @@ DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
-    """Declare the option that names a saved model."""
+    """Declare the words that name a saved model."""
     parser.set_defaults(takes_overrides=True)
-    about = """a checkpoint, a folder of them, or a run's dump folder \
+    about = """a run's dump folder, a checkpoint, or a folder of them \
 (default: the latest complete one of ./outputs, or of --config's job.dump_folder). \
 It is read with its own config, unless there is --config"""
-    declare(parser, {"--checkpoint PATH": (about, place)})
+    options = {"[DUMP]": (about, place), "--checkpoint PATH": ("the same as DUMP", place)}
+    declare(parser, options)
+
+
+def named_model(arguments: Namespace) -> Path | None:
+    """Return the place that a command line names."""
+    dump, checkpoint = arguments.dump, arguments.checkpoint
+    if dump and checkpoint:
+        raise UserError(f"{dump} and --checkpoint {checkpoint} name two places; give one")
+    return dump or checkpoint
 
 
 def load(
     checkpoint: str | os.PathLike[str], *overrides: str, package: str = ""
 ) -> tuple[torch.nn.Module, Tokenizer | None]:
     """Return the model and the tokenizer of `titanlite.load`."""
-    import torch
-
     from titanlite.data.tokenizer import open_tokenizer
 
     job, folder = saved_job(
         place(os.fspath(checkpoint)),
         [*overrides, *[f"--model.package={package}"] * bool(package)],
     )
+    import torch
+
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
@@ -76,6 +85,8 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
     one is named.
     """
+    # Before torch is imported: threads that spin while they wait take the cores from others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
@@ -88,7 +99,7 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
             checkpoint = place(saved_root(Path(config.job.dump_folder)))
         if not committed(checkpoint):
             raise UserError(
-                f"there is no checkpoint in {checkpoint} yet; name another folder with --checkpoint"
+                f"there is no checkpoint in {checkpoint} yet; name the run's dump folder"
             )
     folder = find_checkpoint(checkpoint)
     manifest = whole_manifest(folder)

@@ -26,10 +26,10 @@ and with `--model.flavor hf` the fields of \
 ## Compared with TorchTitan 0.2.2
 
 Flavors named by a size are the same models, \
-but that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
-flavors are others: small enough here for a laptop and the byte tokenizer, \
-with a vocabulary of 256 for 2,048. Losses
-of TorchTitan's `debug_model.toml` do not carry over.
+except that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
+flavors differ: here they are small enough for a laptop and the byte tokenizer, \
+with a vocabulary of 256 instead of 2,048.
+Losses of TorchTitan's `debug_model.toml` are not comparable.
 
 | | TorchTitan | here |
 | --- | --- | --- |
@@ -38,7 +38,7 @@ of TorchTitan's `debug_model.toml` do not carry over.
 | qwen3 debugmodel_moe | dim 256, 8 layers, 64 experts, top_k 8 \
 | dim 128, 4 layers, 8 experts, top_k 2 |
 
-Initial values have the same distributions but for these:
+Initial values have the same distributions, except for these:
 
 | | TorchTitan | here |
 | --- | --- | --- |
@@ -49,9 +49,9 @@ Initial values have the same distributions but for these:
 | embedding with a tied output layer | dim^-0.5, cut at 3 deviations \
 | 0.02, as in Hugging Face's models |
 
-Neither was compared with the other over a long run, \
-and a change would give every config other first weights, so they
-stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights \
+The two have not been compared over a long run, \
+and a change would give every config different initial weights, so the
+differences stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights \
 have none of these differences.
 """
 

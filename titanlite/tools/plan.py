@@ -21,6 +21,7 @@ from titanlite.config.options import declare, positive_int
 from titanlite.config.toml import toml_value, values_to_toml
 from titanlite.errors import RunFailed, UserError, print_notice
 from titanlite.launch.nodes import gpu_bytes, gpu_name
+from titanlite.observe.progress import waiting
 from titanlite.planner.hardware import Hardware, load_hardware
 
 MEASURED = 5
@@ -121,7 +122,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.planner.plan import make_plan
     from titanlite.planner.tables import report
 
-    plan = make_plan(job, hardware, arguments.tokens, arguments.imbalance)
+    with waiting("planning"):
+        plan = make_plan(job, hardware, arguments.tokens, arguments.imbalance)
     print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
     if arguments.html:
         from titanlite.planner.page import write_page
@@ -141,7 +143,8 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
             "--html, --json, --tokens and --imbalance show one plan: give them without --search, "
             "with what it found"
         )
-    found = search(job, hardware, arguments.max_seconds or 60)
+    with waiting("searching"):
+        found = search(job, hardware, arguments.max_seconds or 60)
     if arguments.measure:
         found = measured(found, arguments.measure, partial(_measure, overrides, job.layout.world))
     print(search_table(found, hardware, job.layout.world))

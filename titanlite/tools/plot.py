@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.options import declare
 from titanlite.config.toml import flatten, tomllib
 from titanlite.errors import UserError, columns, format_table, nearest, print_notice
-from titanlite.observe.page import write_html
+from titanlite.observe.page import Number, Table, html_table, write_html
 from titanlite.tools.record import TITLES, Run, chart, read_run, smooth, text_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ theme."""
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the runs, the file to write, and the x axis."""
     options = {
-        "DUMP …": ("dump folder of a run, or metrics.jsonl", Path),
+        "[DUMP …]": (
+            "dump folder of a run, or metrics.jsonl (default: outputs)",
+            Path,
+            [Path("outputs")],
+        ),
         "--out FILE": (
             "an .html (default: curves.html, of one run in its dump folder), .png, .svg or .pdf",
             Path,
@@ -54,9 +58,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         print(by_key[1])
         return 0
     if arguments.text:
-        width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
-        rows = [(run.name, chart(run.logged["loss"], width)) for run in runs]
-        print(summarize(runs), format_table(rows, align="<>"), sep="\n\n")
+        print(summarize(runs), format_table(_charts(runs)), sep="\n\n")
         return 0
     if out.suffix not in (".html", ".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .html, .png, .svg or .pdf")
@@ -64,7 +66,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     try:
         if out.suffix == ".html":
             drawn = picture(by_key[0], "single") if by_key else pictures(runs, arguments.x)
-            body = f"{drawn}<pre>{escape(table)}</pre>"
+            below = f"<pre>{escape(table)}</pre>" if by_key else html_table(progress(runs))
+            body = f"{drawn}{below}"
             write_html(out, "Training curves", body, "--out")
         else:
             figure = by_key[0] if by_key else draw(runs, arguments.x)
@@ -73,6 +76,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--out {out} can't be written: {error.strerror}") from error
     print(f"{table}\nwrote {out}")
     return 0
+
+
+def _charts(runs: list[Run]) -> list[tuple[str, str]]:
+    """Return the losses as lines of blocks on one scale, as long as the runs are."""
+    width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
+    longest = max(run.logged["step"][-1] for run in runs)
+    losses = np.concatenate([run.logged["loss"] for run in runs])
+    ends = np.fmin.reduce(losses), np.fmax.reduce(losses)
+    lengths = [max(1, round(width * run.logged["step"][-1] / longest)) for run in runs]
+    return [
+        (run.name, chart(run.logged["loss"], length, ends))
+        for run, length in zip(runs, lengths, strict=True)
+    ]
 
 
 def pictures(runs: list[Run], x_axis: str) -> str:
@@ -108,8 +124,8 @@ def read_runs(dumps: list[Path]) -> list[Run]:
     return runs
 
 
-def summarize(runs: list[Run]) -> str:
-    """Return a table of how far the runs have come, and how fast."""
+def progress(runs: list[Run]) -> Table:
+    """Return how far the runs have come, and how fast."""
     rows = []
     for run in runs:
         last, finite = run.logged[-1], run.validated[np.isfinite(run.validated["validation_loss"])]
@@ -118,9 +134,16 @@ def summarize(runs: list[Run]) -> str:
             if len(finite)
             else "none"
         )
-        reached = f"{last['step']:,.0f}", f"{last['tokens']:,.0f}", f"{last['loss']:.5f}"
-        rows.append([run.name, *reached, best, f"{np.nanmedian(run.logged['tps']):,.0f}"])
+        reached = Number(last["step"]), Number(last["tokens"]), f"{last['loss']:.5f}"
+        rows.append([run.name, *reached, best, Number(np.nanmedian(run.logged["tps"]))])
     header = ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"]
+    return Table("progress", "", header, rows)
+
+
+def summarize(runs: list[Run]) -> str:
+    """Return the progress of runs as text, in columns or, if the terminal is narrow, in rows."""
+    header = progress(runs).header
+    rows = [[*map(str, row)] for row in progress(runs).rows]
     table = format_table(rows, header, "<>>>>>")
     if len(table.partition("\n")[0]) > columns():
         return format_table([*zip(header, *rows, strict=True)], align="<" + ">" * len(rows))
@@ -169,9 +192,11 @@ def _draw_panel(
         crosses = x[~np.isfinite(y)]
         # A line alone would not show a value between two that are not finite.
         marker = "." if len(crosses) or len(y) <= 60 else ""
+        has_line = len(y) > 2  # two points are no trend
         mean = y if not smoothed else np.exp(smooth(np.log(y))) if log else smooth(y)
-        axes.plot(x, y, color=color, alpha=0.5, lw=0.8, marker=marker)
-        axes.plot(x, mean, dashes, color=color, lw=1.8)
+        axes.plot(x, y, color=color, alpha=0.5, lw=0.8 * has_line, marker=marker)
+        point = "" if has_line else "o"
+        axes.plot(x, mean, dashes, color=color, lw=1.8 * has_line, marker=point)
         axes.plot(
             crosses, [0.98] * len(crosses), "x", color=color, transform=axes.get_xaxis_transform()
         )

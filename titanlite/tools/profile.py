@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.load import load, parse_command_line
+from titanlite.config.options import declare
 from titanlite.errors import format_table
 from titanlite.launch import launcher
 from titanlite.launch.nodes import find_nodes
@@ -17,13 +19,17 @@ WARM_UP, TRACED = 5, 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare that the config is all the command takes."""
+    """Declare the run whose config is profiled."""
     parser.set_defaults(takes_overrides=True)
+    about = "dump folder of a run, for its config.toml (default: the config of --config)"
+    declare(parser, {"[DUMP]": (about, Path)})
     parser.epilog = "example: NGPU=2 titanlite profile --config debug.toml --compile.enable"
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run the job's first steps as `titanlite train` would, then print the table."""
+    if arguments.dump:
+        overrides = ["--config", f"{arguments.dump / CONFIG}", *overrides]
     config = load(parse_command_line(overrides, os.environ)).config
     folder, steps = Path(config.job.dump_folder) / "profile", WARM_UP + TRACED
     profiled = [
@@ -43,8 +49,6 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"titanlite: a profile takes {steps} steps, the last {TRACED} of them traced; "
         "without validation, checkpoints and a sample"
     )
-    # Or the profiler prints when it starts and stops.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if code := launcher.run(arguments, [*overrides, *profiled]):
         return code
     if find_nodes(os.environ).rank > 0:

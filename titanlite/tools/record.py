@@ -8,17 +8,20 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import DONE, ENDED, NOTICES
+from titanlite.launch.terminal import NOTICES
+from titanlite.observe.events import DONE, read_events
 from titanlite.observe.run_folder import METRICS
 
 FIELDS = {
-    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib".split(),
+    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib eta_seconds".split(),
     "validation_loss": ["step", "validation_loss"],
     "checkpoint_write_seconds": ["step", "checkpoint_blocked_seconds", "checkpoint_write_seconds"],
     "skipped": ["step", "skipped"],
@@ -31,7 +34,7 @@ TITLES = {
     "lr": "Learning rate",
     "tps": "Tokens per second per device",
 }
-NOT_ALWAYS = {"memory_gib": None}
+NOT_ALWAYS = {"memory_gib": None, "eta_seconds": None}
 """Fields that records of earlier versions lack."""
 BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " _.,-=+*#"
 
@@ -48,6 +51,11 @@ class Run:
     validated: np.ndarray
     saved: np.ndarray
     bad: np.ndarray
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """Its starts, restarts and stops."""
+        return read_events(self.folder)
 
     def values(self, key: str) -> np.ndarray:
         return (self.validated if key == "validation_loss" else self.logged)[key]
@@ -69,7 +77,7 @@ class Run:
     def events(self) -> list[tuple[str, str]]:
         """Return what the run planned, saved and suffered: names and texts."""
         logs = self.folder / "logs"
-        attempts = [int(path.name.rpartition("-")[2]) for path in logs.glob("attempt-*")]
+        restarts = sum(event["event"] == "restart" for event in self.history)
         memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
         planned = re.findall("planned peak ([^;\n]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
@@ -77,28 +85,27 @@ class Run:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
         on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
-        planned = f"planned {', '.join(planned)}" if planned else "not planned yet"
+        planned = f"planned {', '.join(planned)}" if planned else "no plan"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
-        ending = self.ending
+        ending = self.stop.get("why", "")
         return [
             ("memory", f"{measured}, {planned}"),
             ("saves", saves),
-            ("restarts", f"{max(attempts, default=0)} since the last start"),
+            ("restarts", f"{restarts} since the first start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.bad)}"),
             *[("end", ending)][: bool(ending)],
         ]
 
     @property
-    def ending(self) -> str:
-        """How the run ended before its last step, in the launcher's words."""
-        last = text_of(self.folder / "logs" / NOTICES).rpartition(ENDED)
-        return last[1] and last[2].strip()
+    def stop(self) -> dict[str, Any]:
+        """Its last event, where that is a stop: how and why."""
+        return next((event for event in self.history[-1:] if event["event"] == "stop"), {})
 
     @property
     def is_done(self) -> bool:
-        """Whether the launcher saw the run reach its last step, and save it."""
-        return f"\n{DONE}" in f"\n{text_of(self.folder / 'logs' / NOTICES)}"
+        """Whether its last step was reached, and saved."""
+        return self.stop.get("how") == DONE
 
 
 def text_of(file: Path) -> str:
@@ -152,11 +159,11 @@ def smooth(y: np.ndarray) -> np.ndarray:
     return means
 
 
-def chart(values: np.ndarray, width: int) -> str:
-    """Return a line of blocks as high as the values, empty where one is not finite; a terminal
-    without blocks has other characters.
+def chart(values: np.ndarray, width: int, ends: tuple[float, float] | None = None) -> str:
+    """Return a line of blocks as high as the values, between the lowest and the highest or `ends`,
+    empty where one is not finite; a terminal without blocks has other characters.
     """
     blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
-    levels = np.interp(means, (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
+    levels = np.interp(means, ends or (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
     return "".join(blocks[round(level)] for level in np.nan_to_num(levels))

@@ -6,13 +6,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from html import escape
 from pathlib import Path
+from textwrap import dedent
 
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
-from titanlite.config.options import declare
+from titanlite.config.options import A_RUN, declare
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.layout import Layout
-from titanlite.observe.console import rank_log
+from titanlite.observe.console import rank_log, untimed
+from titanlite.observe.events import starts
 from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, text_of
@@ -24,11 +26,8 @@ FACTS = "model data batch device mesh titanlite".split()
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the run and the page."""
-    options = {
-        "DUMP": ("dump folder of a run (job.dump_folder)", Path),
-        "--html FILE": ("the page (default: report.html in the dump folder)", Path),
-    }
-    declare(parser, options)
+    page = "the page (default: report.html in the dump folder)"
+    declare(parser, {**A_RUN, "--html FILE": (page, Path)})
     parser.description = f"{ABOUT} One page, which needs no network and no script."
     parser.epilog = "example: titanlite report outputs"
 
@@ -36,18 +35,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Write the page of a run."""
     from titanlite.planner.page import draw_mesh
-    from titanlite.tools.plot import pictures, read_runs, summarize
+    from titanlite.tools.plot import pictures, progress, read_runs
 
     (record,) = read_runs([arguments.dump])
     folder = record.folder
     path = arguments.html or folder / "report.html"
     config, environment = text_of(folder / CONFIG), text_of(folder / ENVIRONMENT)
     layout = Layout(**json.loads(environment or "{}").get("mesh", {}))
-    ranks = places(folder / "logs" / RANKS)
+    ranks = places(folder / "logs" / RANKS, live=False)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), config)
     validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
     tables = [
+        *[starts(record.history)][: len(record.history)],  # none where nothing was recorded
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),
@@ -56,8 +56,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         tables.append(Table("evaluations", "Evaluations", ("step", "validation loss"), validated))
     parts = [
         html_table(Table("run", "", (), _facts(record))),
-        f"<pre>{escape(summarize([record]))}</pre>",
+        html_table(progress([record])),
         pictures([record], "steps"),
+        _sample(untimed(text_of(rank_log(folder, 0)))),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
         *map(html_table, tables),
         f"<h2>Environment</h2><pre>{escape(environment)}</pre>",
@@ -68,10 +69,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _sample(log: str) -> str:
+    """Return the last text that the model wrote into rank 0's log."""
+    found = re.findall(r"(?m)^a sample, (at temperature .+):\n\n((?:    .*\n|\n)+)", log)
+    return "".join(
+        f"<h2>Sample, {escape(how)}</h2><pre>{escape(dedent(text).strip())}</pre>"
+        for how, text in found[-1:]
+    )
+
+
 def _facts(record: Run) -> list[tuple[str, str]]:
     """Return the model, its machine and times: lines that rank 0 logged, and times."""
     started = re.findall('"started": "(.+)"', text_of(record.folder / ENVIRONMENT))
-    log = text_of(rank_log(record.folder, 0))
+    log = untimed(text_of(rank_log(record.folder, 0)))
     return [
         ("folder", record.name),
         ("state", state_of(record)[0]),

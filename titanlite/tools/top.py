@@ -11,10 +11,12 @@ from shutil import get_terminal_size
 import numpy as np
 
 from titanlite.checkpoint.manifest import CONFIG
-from titanlite.config.options import declare
+from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.launch.terminal import NOTICES
+from titanlite.observe.console import untimed
+from titanlite.observe.events import starts
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
 from titanlite.runtime.rank_files import RANKS
@@ -23,6 +25,8 @@ from titanlite.tools.record import Run, chart, read_run, text_of
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
 """Since the launcher last wrote the places of the ranks, which it does every second or two."""
+LAST_STARTS = 5
+"""Those that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
 steps. Only files are read, so that another machine of the cluster will do, and a run that is \
@@ -31,7 +35,7 @@ over has a view too."""
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the run."""
-    declare(parser, {"DUMP": ("dump folder of a run (job.dump_folder)", Path)})
+    declare(parser, A_RUN)
     parser.description = f"""{ABOUT} In a terminal the view is live until the last step or \
 Ctrl-C; elsewhere it is printed once. The curves have the names of metrics.jsonl."""
     parser.epilog = "example: titanlite top outputs"
@@ -58,7 +62,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     """Return a run as text as wide as the terminal, and whether it has reached its last step.
 
-    Curves that a terminal of this height has no room for are left out.
+    Starts and curves that a terminal of this height has no room for are left out.
     """
     record = read_run(dump)
     ranks = record.folder / "logs" / RANKS
@@ -68,7 +72,11 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
         values = record.values(key)
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
-    below = f"{Table('events', 'Events', (), record.events())}\n\n{places(ranks)}"
+    events = f"{Table('events', 'Events', (), record.events())}"
+    story, places_now = f"{starts(record.history, LAST_STARTS)}", f"{places(ranks)}"
+    below = "\n\n".join([events, story, places_now])
+    if not record.history or below.count("\n") > height - 4:
+        below = f"{events}\n\n{places_now}"
     rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
@@ -82,8 +90,8 @@ def state_of(record: Run) -> tuple[str, bool]:
     has_stopped = beats and all(beat["phase"] == "ended" for beat in beats)
     silent = time.time() - ranks.stat().st_mtime if beats else 0
     end = ""
-    if record.ending:
-        end = "ended"
+    if record.stop and not record.is_done:
+        end = record.stop["how"]
     elif has_stopped:
         end = "stopped"
     elif silent > SILENT_SECONDS:
@@ -91,29 +99,33 @@ def state_of(record: Run) -> tuple[str, bool]:
     if not len(record.logged) or not steps:
         state = "starting" if len(record.logged) else "starting, no step logged yet"
         return f"{state}, {end}" if end else state, False
-    step, seconds = record.logged[["step", "step_seconds"]][-1]
+    step, seconds, eta = record.logged[["step", "step_seconds", "eta_seconds"]][-1]
     if has_stopped:  # its last step may not have been logged
         step = max(beat["step"] for beat in beats)
     if step >= steps and (record.is_done or has_stopped or not beats):
         return f"step {step:.0f} of {steps}, done", True
     doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
-    left = end or doing or f"eta {format_duration((steps - step) * seconds)}"
+    left = (
+        end or doing or f"eta {format_duration((steps - step) * seconds if np.isnan(eta) else eta)}"
+    )
     return f"step {step:.0f} of {steps}, {left}", False
 
 
 def _last_notice(folder: Path) -> list[tuple[str, str]]:
     """Return the last line of the launcher's log."""
-    lines = text_of(folder / "logs" / NOTICES).splitlines()
+    lines = untimed(text_of(folder / "logs" / NOTICES)).splitlines()
     return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
 
 
-def places(file: Path) -> Table:
-    """Return the places of the ranks."""
+def places(file: Path, *, live: bool = True) -> Table:
+    """Return the places of the ranks, as old as they are or, if not `live`, with their time."""
     rows = [
         (rank, *(f"{beat[key]}" for key in PLACE))
         for rank, beat in json.loads(text_of(file) or "{}").items()
     ]
     title = "Ranks: not known yet; titanlite's launcher writes their places"
     if rows:
-        title = f"Ranks, {format_duration(time.time() - file.stat().st_mtime)} ago"
+        seen = file.stat().st_mtime
+        since = f"{format_duration(time.time() - seen)} ago"
+        title = f"Ranks, {since if live else time.strftime('%F %T %z', time.localtime(seen))}"
     return Table("ranks", title, ("rank", *PLACE), rows)

@@ -5,7 +5,7 @@ No torch: the launcher has them too.
 
 from pathlib import Path
 
-from titanlite.checkpoint.status import last_saved_message
+from titanlite.checkpoint.status import command_for, last_saved_message, name_of, newest
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
 from titanlite.runtime.page import EarlyExit
@@ -34,9 +34,7 @@ def describe_end(config: JobConfig) -> str:
     rows["report"] = command_line("titanlite", "report", str(folder))
     if config.checkpoint.enable:
         asks = ["--chat", "--prompt", "a question"] if config.training.dataset == "chat" else []
-        rows["generate"] = command_line(
-            "titanlite", "generate", "--config", str(folder / "config.toml"), *asks
-        )
+        rows["generate"] = command_for(config, "generate", *asks)
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
     return "\n  ".join([reached, *lines])
@@ -44,6 +42,10 @@ def describe_end(config: JobConfig) -> str:
 
 def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     """Return the line of a run that stopped on request."""
+    if not left.step:
+        kept = newest(config) if config.checkpoint.enable else None
+        still = "" if kept is None else f"; the newest checkpoint is still {name_of(config, kept)}"
+        return f"stopped before a step on request ({left.reason}): nothing was trained{still}"
     lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
     if left.step == config.training.steps:

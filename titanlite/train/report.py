@@ -4,7 +4,8 @@ Every rank makes a Report, since the loss is reduced over all of them; only rank
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from titanlite.errors import RunFailed, some_of
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import memory_tags, peak_memory, retries_warning
 from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
+from titanlite.observe.progress import progress_lines
 from titanlite.observe.run_folder import METRICS, describe_run
 from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
@@ -26,6 +28,7 @@ from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.balance import Balance
 from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
+from titanlite.train.validate import Cost
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Report:
         self.clock = StepClock()
         self.sinks: list[Any] = []
         self.trackers: list[Background] = []
+        self.validation = Cost()
+        self.validation_began, self.validation_seconds = 0.0, 0.0
 
     def open_sinks(self, seed: int, step: int) -> None:
         """Describe the run in its folder and open the sinks; files drop records after `step`, for
@@ -78,8 +83,7 @@ class Report:
         valid_tokens: Tensor,
         balance: Balance,
     ) -> None:
-        """Take the step's time, and log the step if due: the only place where the host waits for
-        the device.
+        """Take the step's time, and log the step if due: only there the host waits for the device.
 
         `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
         """
@@ -109,6 +113,7 @@ class Report:
             data_seconds=clock.data_seconds,
             memory_gib=memory,
             recompiles=clock.recompiles,
+            eta_seconds=self._seconds_left(step),
         )
         self.log.info(record.line(job.config.training.steps, memory_percent))
         tags = memory_tags(self.device)
@@ -120,7 +125,21 @@ class Report:
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
 
+    def _seconds_left(self, step: int) -> float:
+        """Return the time of the steps and validations that are left."""
+        a_step, cost = self.clock.seconds, self.validation
+        a_validation = self.validation_seconds or cost.steps * a_step
+        left = cost.left(step, self.job) if self.job.config.validation.enable else 0
+        return (self.job.config.training.steps - step) * a_step + left * a_validation
+
+    def begin_validation(self) -> Callable[[int], None]:
+        """Return a function that logs how far a validation is, called with each batch's number."""
+        self.validation_began, total = time.monotonic(), self.validation.batches
+        show = progress_lines(self.log.info, "validation: ", "batches")
+        return lambda number: show(number - 1, max(total, number))
+
     def log_validation(self, step: int, loss: float) -> None:
+        self.validation_seconds = time.monotonic() - self.validation_began
         self.log.info(f"validation at step {step}: loss {loss:.5f}")
         self._write(step, {"validation_loss": loss}, {"validation_metrics/loss": loss})
 

@@ -7,16 +7,22 @@ import torch
 import torch.distributed as dist
 
 from titanlite import __version__
+from titanlite.checkpoint.manifest import CONFIG, read_document
+from titanlite.checkpoint.resume import Resume
 from titanlite.config.pipeline_order import headline
+from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
+from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
+from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.pipeline_parallel import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
+_OF_RATES = ("optimizer.lr", "training.steps")
 _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other", "expert": "experts"}
 
 
@@ -47,6 +53,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
         "batch": _describe_batch(trainer),
         "data": _describe_data(trainer),
+        **({"validation": _describe_validation(trainer)} if config.validation.enable else {}),
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
         f"reduction {training.mixed_precision_reduce})",
@@ -64,7 +71,28 @@ def describe_start(trainer: Trainer) -> list[str]:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    return [*lines, *filter(None, (*job.remarks, compiling))]
+    changes = _dear_validation(trainer), _rate_change(trainer.resume, config), compiling
+    return [*lines, *trainer.notes, *filter(None, (*job.remarks, *changes))]
+
+
+def _rate_change(resume: Resume, config: JobConfig) -> str:
+    """Return a line about a learning rate that changes by more than twice where a run resumes."""
+    if not (resume.continues and resume.folder):
+        return ""
+    keys = [key for key in KEYS if key.startswith((*_OF_RATES, "lr_scheduler."))]
+    saved = flatten(tomllib.loads(read_document(resume.folder, CONFIG).decode()))
+    before = config_of({key: saved[key] for key in keys if key in saved})
+    changed = [
+        f"{key} {toml_value(old)} -> {toml_value(new)}"
+        for key in keys
+        if (old := value_of(before, key)) != (new := value_of(config, key))
+    ]
+    step = resume.position.step
+    last, following = learning_rate(before, step), learning_rate(config, step + 1)
+    if not changed or max(last, following) <= 2 * min(last, following):
+        return ""
+    why = ", ".join(changed)
+    return f"learning rate: {last:.3g} in step {step}, {following:.3g} in step {step + 1} ({why})"
 
 
 def _describe_model(trainer: Trainer) -> str:
@@ -97,7 +125,7 @@ def _describe_batch(trainer: Trainer) -> str:
     )
     as_data_parallel = batch.local * job.layout.world
     if training.global_batch_size == -1 and batch.total < as_data_parallel:
-        text += f"; as data parallel, these ranks would take {as_data_parallel:,}"
+        text += f" (with data parallelism instead, these ranks would take {as_data_parallel:,})"
     return text
 
 
@@ -114,6 +142,27 @@ def _describe_data(trainer: Trainer) -> str:
         some = f"{steps:,} step{'s' * (steps != 1)}" if steps else "less than a step"
         parts.append(f"{some} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
+
+
+def _describe_validation(trainer: Trainer) -> str:
+    cost, job = trainer.report.validation, trainer.job
+    freq = min(job.config.validation.freq, job.config.training.steps)
+    every = f"every {freq:,} steps" if freq > 1 else "after each step"
+    if not cost.batches:
+        return f"a stream to its end, {every}"
+    size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
+    share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
+    return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"
+
+
+def _dear_validation(trainer: Trainer) -> str:
+    cost = trainer.report.validation
+    if cost.tokens <= cost.between:
+        return ""
+    return (
+        f"one validation has {cost.tokens:,} tokens, the training between two {cost.between:,}: "
+        "set validation.steps to fewer batches, or raise validation.freq"
+    )
 
 
 def _describe_device(trainer: Trainer) -> str:

@@ -50,7 +50,7 @@ from titanlite.train.prepared import Prepared
 from titanlite.train.rank_facts import Facts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
-from titanlite.train.validate import validation_loss
+from titanlite.train.validate import Cost, validation_loss
 
 
 class Trainer:
@@ -146,10 +146,8 @@ class Trainer:
         config = self.job.config
         local = config.validation.local_batch_size
         rank_slice = replace(self.rank_slice, local=local, accumulation=1)
-        steps = None
-        if config.validation.steps != -1:
-            steps = math.ceil(config.validation.steps / rank_slice.ranks)
-        settings = config.training.dataloader
+        given, settings = config.validation.steps, config.training.dataloader
+        steps = None if given == -1 else math.ceil(given / rank_slice.ranks)
         self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
 
     def _build_model(self, prepared: Prepared) -> None:
@@ -161,17 +159,17 @@ class Trainer:
         self.model, table = prepared.model or build_model(job)
         check_trained(self.model, config.optimizer.no_decay)
         named = self.model.named_parameters()
-        flops = flops_per_token(named, table, job.shape, config.training.seq_len)
+        flops = flops_per_token(named, table, job.shape, config.training.seq_len, job.spec.blocks)
         converters = prepared.converters or build_converters(job)
         context = Context(job, self.mesh, table, self.device, converters)
-        self.report = Report(context, self.rank_info, self.log, flops)
+        self.report = Report(context, self.rank_info, self.log, flops.total)
+        if config.validation.enable:
+            self.report.validation = Cost.of(job, self.validation_loader)
         is_filled = self.resume.continues and not self.resume.exclude
-        self.parts, notes = build_parts(self.model, context, None if is_filled else self.seed)
+        self.parts, self.notes = build_parts(self.model, context, None if is_filled else self.seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         timeout = config.comm.init_timeout_seconds
         set_collective_timeout(timeout, excluded=self.checkpoints.group)
-        for note in notes:
-            self.log.info(note)
         blocks = job.spec.blocks
         self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
@@ -336,7 +334,8 @@ class Trainer:
         """Log the loss on held-out data; return False if a request to stop came first."""
         should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
         with self.report.clock.paused("validation"):
-            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop)
+            show = self.report.begin_validation()
+            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop, show)
             if loss is None:
                 return False
             self.report.log_validation(self.step, loss)

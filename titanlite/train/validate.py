@@ -4,11 +4,14 @@ Every rank takes part in every batch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.config.job import Job
 from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
@@ -17,12 +20,50 @@ from titanlite.train.forward import Forward
 from titanlite.train.loss import count_valid, model_loss
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a validation reads; zeros where it reads a stream to its end."""
+
+    batches: int = 0
+    """Of each rank."""
+    windows: int = 0
+    tokens: int = 0
+    steps: float = 0.0
+    """Training steps of as much work: a forward pass is a third of a step's."""
+    between: int = 0
+    """Tokens that are trained on from one validation to the next."""
+
+    @classmethod
+    def of(cls, job: Job, loader: Any) -> "Cost":
+        settings, training = job.config.validation, job.config.training
+        unit = settings.local_batch_size * job.batch.data_parallel
+        step = job.batch.total * training.seq_len
+        between = min(settings.freq, training.steps) * step
+        if isinstance(loader, StreamLoader):
+            batches = loader.steps or 0
+            windows = batches * unit
+        else:
+            batches = loader.batch_sampler.steps
+            windows = min(loader.dataset.samples, batches * unit)
+        tokens = windows * job.validation_seq_len
+        return cls(batches, windows, tokens, tokens / step / 3, between)
+
+    def left(self, step: int, job: Job) -> int:
+        """Return how many validations come after a step, and after those behind it."""
+        freq, last = job.config.validation.freq, job.config.training.steps
+        return last // freq - (step - 1) // freq + (last % freq > 0)
+
+
 def validation_loss(
-    forward: Forward, loader: Loader, should_stop: Callable[[], bool] | None = None
+    forward: Forward,
+    loader: Loader,
+    should_stop: Callable[[], bool] | None = None,
+    show: Callable[[int], object] = id,
 ) -> float | None:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    All ranks call `should_stop` in every 8th batch; once it is true, the result is None.
+    All ranks call `should_stop` in every 8th batch; once it is true, the result is None. `show` is
+    called with the number of each batch.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all
     ranks run out together. The length of a stream is unknown, so that each of its batches checks
@@ -41,6 +82,7 @@ def validation_loss(
             if should_stop and number % 8 == 0 and should_stop():
                 abandoned = True
                 break
+            show(number)
             batch = forward.take(batch)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):

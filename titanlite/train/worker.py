@@ -17,11 +17,14 @@ from titanlite.checkpoint import status
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load, parse_command_line
+from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, print_notice, remedy
 from titanlite.fault.beat import Heart
 from titanlite.fault.stop import Stop
+from titanlite.observe import events
 from titanlite.observe.console import open_log
+from titanlite.observe.events import record_event
 from titanlite.observe.memory import REMEDY
 from titanlite.runtime import lock, store
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
@@ -160,12 +163,30 @@ def run(
         heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)
         heart.start()
         trainer = Trainer(job, rank, device, log, stop, prepared)
+        _record_begin(folder, trainer, LAUNCHED in environ)
         for line in describe_start(trainer):
             log.info(line)
         trainer.train()
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
-            stopped = f"\ntitanlite: {describe_stop(config, stop.left())}"
-            log.info(stopped if trainer.stopped else describe_end(config))
+            log.info(_recorded_end(config, stop if trainer.stopped else None))
         OWN_PAGE.enter("end")
     heart.end()
     return stop.leave() if trainer.stopped else OK
+
+
+def _record_begin(folder: Path, trainer: Trainer, launched: bool) -> None:
+    if trainer.rank_info.rank > 0:
+        return
+    if not launched:  # otherwise the launcher did this
+        record_event(folder, "start", attempt=1)
+    record_event(folder, "begin", mesh=str(trainer.job.layout), step=trainer.step)
+
+
+def _recorded_end(config: JobConfig, stop: Stop | None) -> str:
+    """Record how a run without the launcher ended, by its last step or a stop; return its last
+    lines.
+    """
+    end = describe_stop(config, stop.left()) if stop else ""
+    how = events.STOPPED if stop else events.DONE
+    record_event(Path(config.job.dump_folder), "stop", how=how, why=end)
+    return f"\ntitanlite: {end}" if stop else describe_end(config)

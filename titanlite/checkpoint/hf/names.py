@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from titanlite.data.shards import TOKENIZER_FILES
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, byte_files
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform, zeros
@@ -193,7 +193,9 @@ def documents(
         "generation_config.json": ids,
     }
     files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in texts.items()}
-    if tokenizer and tokenizer.assets:
+    if tokenizer and not tokenizer.assets:
+        files |= byte_files()
+    elif tokenizer:
         assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
         files |= {path.name: store.read(path) for path in assets if store.exists(path)}
     return files

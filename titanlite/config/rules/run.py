@@ -8,7 +8,7 @@ from typing import Any
 from titanlite.config.load import Loaded
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, value_of
-from titanlite.config.torchtitan import FLOAT8_CONVERTERS
+from titanlite.config.torchtitan import FLOAT8_CONVERTERS, STATES
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer, get_sink
@@ -164,10 +164,8 @@ def _spikes_can_be_judged(config: ConfigView, loaded: Loaded) -> Refusals:
     fault, steps = config.fault, config.training.steps
     is_given = "fault.spike_window" in loaded.entries
     if is_given and fault.spike_sigma and fault.spike_window >= steps:
-        why = (
-            f"a step is judged after as many good ones, and the run has {steps}; "
-            f"legal: 2 to {steps - 1}"
-        )
+        legal = f"legal: 2 to {steps - 1}" if steps > 2 else "remove fault.spike_sigma"
+        why = f"a step is judged after as many good ones, and the run has {steps}; {legal}"
         yield "fault.spike_window", why
 
 
@@ -297,6 +295,12 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
             "checkpoint.last_save_in_hf",
             "nothing is saved with checkpoint.enable = false; set it to true",
         )
+
+
+def _states_have_names_of_here(config: ConfigView) -> Refusals:
+    for name in config.checkpoint.exclude_from_loading:
+        if name in STATES:
+            yield "checkpoint.exclude_from_loading", f'"{name}" {STATES[name]}'
 
 
 def _stores_are_legal(config: ConfigView) -> Refusals:

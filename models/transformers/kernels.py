@@ -1,0 +1,43 @@
+"""Packages of kernels, which classes call where they are installed, and which take no tensors of a
+CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from unittest.mock import patch
+
+PACKAGES = {
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
+    "fla": "flash-linear-attention",
+}
+"""Each with its distribution."""
+
+
+def found() -> str:
+    """Return the packages that are installed, with their versions."""
+    return " ".join(f"{name} {_version(PACKAGES[name])}" for name in PACKAGES if find_spec(name))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+@contextmanager
+def torch_functions() -> Iterator[None]:
+    """Let classes call torch's functions in place of kernels, as they do for torch.export."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.integrations import hub_kernels
+
+    with patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True):
+        yield
