@@ -242,9 +242,3 @@ def test_weights_that_do_not_fit_are_named_unless_they_are_excluded(pool, theirs
 def test_states_of_another_optimizer_are_named(begun, theirs, tmp_path):
     argv = [*MOE, RESUMES, f"--checkpoint.initial_load_path={theirs}", "--optimizer.name=SGD"]
     says(begun(argv, tmp_path)["error"], "wk.weight.exp_avg: only in the checkpoint")
-
-
-def test_the_commands_say_what_it_is_and_the_way(theirs, tmp_path, capsys):
-    for words in (["ls", theirs], ["import", theirs, tmp_path / "out"], ["show", theirs.parent]):
-        assert cli.main(["checkpoint", *map(str, words)]) == 2
-        says("".join(capsys.readouterr()), "DCP", f"initial_load_path {theirs}")
