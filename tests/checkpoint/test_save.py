@@ -38,7 +38,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.places import Chunk, ListedTensor
+from titanlite.checkpoint.places import Layout, Tensor
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
@@ -350,11 +350,8 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
 def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_step(
     tmp_path, monkeypatch
 ):
-    """Both grow with the ranks, and parsing holds the trainer's lock; what a save of this run has
-    seen complete stays so.
-    """
-    chunks = tuple(Chunk((row, 0), (1, 8), "__0_0.distcp", row, 1) for row in range(2000))
-    tensors = {"model.a": ListedTensor((2000, 8), "float32", "replicated", chunks)}
+    """Parsing holds the trainer's lock; what a save of this run has seen complete stays so."""
+    tensors = {f"model.{each}": Tensor((8,), "float32", Layout()) for each in range(2000)}
     known, looked, parsed = set[int](), list[str](), list[int]()
     looks, loads = manifest.faults, json.loads
 
@@ -365,7 +362,7 @@ def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_
     monkeypatch.setattr(manifest, "faults", looking)
     monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
     for steps, old in (((10, 20, 30), [10]), ((40,), [20])):
-        empty(tmp_path, *steps, tensors=tensors, format=1)
+        empty(tmp_path, *steps, tensors=tensors)
         assert steps_to_delete(tmp_path, 2, 0, known) == old
         cleanup.delete(step_folder(tmp_path, old[0]))
     assert looked == ["step-10", "step-20", "step-30", "step-40"]

@@ -1,18 +1,14 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
 tensor is changed.
-
-Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True); their
-.metadata, a pickle, is never opened.
 """
 
-import io
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +39,6 @@ from titanlite.errors import UserError, nearest, some_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
-from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -228,27 +223,16 @@ def read(
                         f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
                     )
                 wanted[chunk.file].append((name, own, chunk))
-        is_listed = manifest.format == 1
         with transfer.fetched(folder, manifest, wanted) as source:
             for file_name, chunks in wanted.items():
-                path = source / file_name
-                opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
-                with opened as file:
+                with safe_open(source / file_name, framework="pt") as file:
                     for name, own, chunk in chunks:
-                        stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
-                        _fill(local_part(tensors[name]), own, stored, chunk)
+                        _fill(local_part(tensors[name]), own, file.get_slice(name), chunk)
                         let_go(tensors[name])
 
     with torch.no_grad():
         run_on_all_ranks(group, f"reading {folder}", read_files)
     transfer.forget(folder, manifest)
-
-
-def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:
-    """Read a chunk of format 1, which torch.save wrote."""
-    file.seek(chunk.offset)
-    block = io.BytesIO(file.read(chunk.length))
-    return torch.load(block, map_location="cpu", weights_only=True)
 
 
 def _fill(local: torch.Tensor, own: Box, stored: Any, chunk: Chunk) -> None:

@@ -38,13 +38,11 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A region of a tensor, and the file that holds it; in format 1 with its bytes' place there."""
+    """A region of a tensor, and the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    offset: int = 0
-    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,22 +140,6 @@ class Tensor:
 
     def bytes_of(self, sizes: Sequence[int]) -> int:
         return prod(sizes) * TYPES[self.dtype][1]
-
-
-@dataclass(frozen=True)
-class ListedTensor:
-    """A tensor in a manifest of format 1, which lists the parts of each."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
-    chunks: tuple[Chunk, ...]
-
-    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
-        for chunk in self.chunks:
-            bounds = zip(chunk.offsets, chunk.sizes, wanted, strict=True)
-            if all(at < own.stop and own.start < at + size for at, size, own in bounds):
-                yield chunk
 
 
 def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
