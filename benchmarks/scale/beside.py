@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from benchmarks.ratios import ratio  # noqa: E402
 from benchmarks.usual import timed_step  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
-from titanlite.checkpoint.commit import _describe_all  # noqa: E402
+from titanlite.checkpoint.layouts import describe_all  # noqa: E402
 from titanlite.checkpoint.manifest import File, Manifest  # noqa: E402
 from titanlite.checkpoint.places import header, rank_file, spread, written_by  # noqa: E402
 from titanlite.parallel.dtensor import box_of  # noqa: E402
@@ -58,7 +58,7 @@ def shards() -> dict[str, torch.Tensor]:
 
 def bookkeeping(tensors: dict[str, torch.Tensor]) -> None:
     """What rank 0 does in a save for the other ranks, and for its own file."""
-    described = _describe_all(tensors)
+    described = describe_all(tensors)
     hashlib.sha256(repr(described).encode())
     shared = pickle.loads(pickle.dumps([spread(described)]))[0]
     regions = written_by(0, shared)

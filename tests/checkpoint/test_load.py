@@ -4,25 +4,25 @@ nothing; never code.
 
 import errno
 import os
+import re
 import shutil
 import socket
-import warnings
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests import messages
 from tests.checkpoint.saved import SAVING, everyone, start, steps_in
-from tests.jobs import FLOAT64, TINY, trainer, weights
+from tests.jobs import FLOAT64, TINY, full, trainer, weights
 from tests.messages import says
 from tests.runs import records
-from titanlite.checkpoint import load as checkpoint_load
+from titanlite.checkpoint import read
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -348,8 +348,8 @@ def broken(argv: list[str], folder: str, path: str) -> str:
     def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    opening = fail if dist.get_rank() == 1 else checkpoint_load.safe_open
-    with patch.object(checkpoint_load, "safe_open", opening), pytest.raises(RunFailed) as error:
+    opening = fail if dist.get_rank() == 1 else read.safe_open
+    with patch.object(read, "safe_open", opening), pytest.raises(RunFailed) as error:
         restore(resume, run.state, everyone())
     return str(error.value)
 
@@ -360,18 +360,29 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks_with_its_name(pool, sav
         says(message, folder, "on rank 1", "[Errno 5]")
 
 
-def by_torch(folder: Path, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Read a tensor by torch's own reader of such files."""
-    tensors = {name: torch.zeros_like(like)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors[name]
+PAGE = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+EXAMPLES = [each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "dcp." in each]
 
 
-def test_tensors_are_read_without_a_process_group_and_by_torch_too(saved):
-    folder = saved / "checkpoint/step-3"
-    for name in ("model.output.weight", "optimizer.norm.weight.exp_avg"):
-        ((found, whole),) = load_tensors(folder, [name]).items()
-        assert found == name and torch.equal(by_torch(folder, name, whole), whole)
+def ran(number: int, folder: str) -> dict[str, torch.Tensor]:
+    """Run an example of the page as a script of this rank; return the state that it loaded."""
+    names: dict[str, Any] = {}
+    environment = {"WORLD_SIZE": f"{dist.get_world_size()}" if dist.is_initialized() else "1"}
+    with patch.dict(os.environ, environment):
+        exec(EXAMPLES[number].replace("outputs/checkpoint/step-1000", folder), names)
+    return {name: full(tensor) for name, tensor in names.get("state", {}).items()}
+
+
+def test_the_examples_load_a_step_by_dcp_on_other_ranks_and_by_torch_alone(
+    saved, pool, tmp_path, monkeypatch
+):
+    folder = f"{saved}/checkpoint/step-3"
+    expected = load_tensors(Path(folder))
+    for found in [*pool.run(ran, 0, folder, world=3), ran(1, folder)]:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    monkeypatch.chdir(tmp_path)
+    ran(2, folder)
+    assert read_manifest(tmp_path / "averages/step-10").weights_only
+    ((_, value),) = load_tensors(tmp_path / "averages/step-10").items()
+    assert torch.equal(value, torch.ones(16))

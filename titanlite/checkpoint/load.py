@@ -4,18 +4,14 @@ tensor is changed.
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from titanlite.checkpoint import transfer
-from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
@@ -30,14 +26,12 @@ from titanlite.checkpoint.manifest import (
     read_state,
     step_folder,
 )
-from titanlite.checkpoint.places import Chunk
+from titanlite.checkpoint.read import dtype_of, read
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.rules import differences, require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.parallel.dtensor import box_of, let_go, local_part
-from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
@@ -198,57 +192,3 @@ def load_tensors(
     }
     read(folder, manifest, tensors, group=None)
     return tensors
-
-
-def read(
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
-
-    def read_files() -> None:
-        wanted: dict[str, list[tuple[str, Box, Chunk]]] = defaultdict(list)
-        for name, tensor in tensors.items():
-            if not local_part(tensor).numel():
-                continue
-            own = box_of(tensor)
-            entry = manifest.tensors.get(name)
-            if entry is None or entry.shape != tensor.shape:
-                raise CorruptCheckpoint(f"{folder} has no {name} of shape {[*tensor.shape]}")
-            for chunk in entry.chunks_in(own):
-                if chunk.file not in manifest.files:
-                    raise CorruptCheckpoint(
-                        f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
-                    )
-                wanted[chunk.file].append((name, own, chunk))
-        with transfer.fetched(folder, manifest, wanted) as source:
-            for file_name, chunks in wanted.items():
-                with safe_open(source / file_name, framework="pt") as file:
-                    for name, own, chunk in chunks:
-                        _fill(local_part(tensors[name]), own, file.get_slice(name), chunk)
-                        let_go(tensors[name])
-
-    with torch.no_grad():
-        run_on_all_ranks(group, f"reading {folder}", read_files)
-    transfer.forget(folder, manifest)
-
-
-def _fill(local: torch.Tensor, own: Box, stored: Any, chunk: Chunk) -> None:
-    """Copy the values that a stored chunk has of this rank's region of a tensor."""
-    inside, outside = list[slice](), list[slice]()
-    for begin, size, held in zip(chunk.offsets, chunk.sizes, own, strict=True):
-        start = max(begin, held.start)
-        stop = min(begin + size, held.stop)
-        inside.append(slice(start - begin, stop - begin))
-        outside.append(slice(start - held.start, stop - held.start))
-    local[tuple(outside)].copy_(stored[tuple(inside) or ...])
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch type that a manifest names."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpoint(f'"{name}" is not a tensor type')
-    return dtype
