@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.jobs import TINY, full, trainer, weights
 from titanlite.checkpoint import commit
@@ -123,4 +124,5 @@ def commit_tensors(
     documents = {"state.json": b"{}\n"}
     content = commit.Content(1, None, lambda _: documents, weights_only=True)
     writer = commit.Writer(root, content, group)
-    commit.save(nested(tensors), writer, planner or Planner(group))
+    planner = planner or Planner(group)
+    commit.alone(dcp.save, nested(tensors), storage_writer=writer, planner=planner)

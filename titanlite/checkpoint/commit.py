@@ -27,14 +27,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageWriter,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import (
@@ -141,7 +133,23 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
         raise
 
 
-class Writer(StorageWriter):
+class Alone:
+    """What DCP asks of storage, and a rank that plans alone has no need of."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class Writer(Alone, dcp.StorageWriter):
     """Writes a step; `write_data` returns when all ranks have committed it, or raises RunFailed."""
 
     def __init__(
@@ -158,7 +166,7 @@ class Writer(StorageWriter):
         if not is_remote(self._target) and store.exists(self._target):
             raise UserError(f"{self._target} exists, and nothing is ever written into a checkpoint")
 
-    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: Any) -> Future[Any]:
         group, rank = self._group, rank_in(self._group)
         with staging_folder(self._target, group, self._saving) as staging:
             write = partial(_write_tensors, staging / rank_file(rank), plan, planner)
@@ -167,7 +175,7 @@ class Writer(StorageWriter):
             rows = gather_objects(row, group, only_rank_0=True)
             publish = partial(self._publish, staging, planner.places, rows)
             run_on_rank_0(group, f"the commit of step {self._content.step}", publish)
-        done = Future[list[WriteResult]]()
+        done = Future[Any]()
         done.set_result([])
         return done
 
@@ -198,32 +206,20 @@ class Writer(StorageWriter):
         store.publish(staging, self._target, MANIFEST, rendered)
         point_latest(self._root, content.step)
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # a step is more than a path
+    def finish(self, metadata: Any, results: Any) -> None: ...
 
 
-def save(tensors: dict[str, Any], writer: Writer, planner: SavePlanner) -> None:
-    """Save tensors by dcp.save; all ranks return when they are committed, or raise RunFailed."""
+def alone(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call a function of DCP on this rank by itself; raise what failed there."""
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:
+        return function(*args, **options, no_dist=True)
+    except dcp.CheckpointException as error:
         raise cause(error) from None
 
 
 def cause(error: BaseException) -> BaseException:
     """Return what failed, which DCP wraps in an exception that `except Exception` misses."""
-    if isinstance(error, CheckpointException):
+    if isinstance(error, dcp.CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
 

@@ -37,15 +37,6 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A region of a tensor, and the file that holds it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-
-
-@dataclass(frozen=True)
 class Layout:
     """The ranks that write a tensor, and how they split it.
 
@@ -132,11 +123,6 @@ class Tensor:
     @property
     def placement(self) -> str:
         return self.layout.placement
-
-    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
-        """Yield the stored chunks that overlap a region, which is not empty."""
-        for rank, region in self.layout.parts(self.shape, wanted):
-            yield Chunk(tuple(each.start for each in region), sizes_of(region), rank_file(rank))
 
     def bytes_of(self, sizes: Sequence[int]) -> int:
         return prod(sizes) * TYPES[self.dtype][1]

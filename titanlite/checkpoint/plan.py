@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,7 +25,7 @@ from titanlite.registry import Box
 from titanlite.runtime.distributed import rank_in
 
 
-class Planner(SavePlanner):
+class Planner(dcp.SavePlanner):
     """Plans the saves of a run on this rank: the first one, and the others have the same plan."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -34,14 +34,14 @@ class Planner(SavePlanner):
         self.places: dict[str, Tensor] = {}
         """Of the tensors of all ranks."""
         self._group = group
-        self._plan = SavePlan([])
+        self._plan = dcp.SavePlan([])
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         self.tensors = flat(state_dict)
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.SavePlan:
         if not self.places:
             what = "planning a save"
             own = run_on_all_ranks(self._group, what, partial(describe_all, self.tensors))
@@ -50,18 +50,18 @@ class Planner(SavePlanner):
             self.places = places
         return self._plan
 
-    def _planned(self, places: dict[str, Tensor]) -> SavePlan:
+    def _planned(self, places: dict[str, Tensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
         for name, region in regions.items():
             if (found := box_of(self.tensors[name])) != region:
                 raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
         items = [_item(name, places[name], region) for name, region in regions.items()]
-        return SavePlan(items, storage_data=header(places, regions))
+        return dcp.SavePlan(items, storage_data=header(places, regions))
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata({})
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return all_plans, dcp.Metadata({})
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+    def finish_plan(self, new_plan: Any) -> Any:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -80,35 +80,34 @@ class Planner(SavePlanner):
         return local_part(self.tensors[name]).detach()
 
 
+def chunk_of(region: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(
+        torch.Size(each.start for each in region), torch.Size(sizes_of(region))
+    )
+
+
 def _item(name: str, tensor: Tensor, region: Box) -> WriteItem:
-    offsets = torch.Size(each.start for each in region)
-    chunk = ChunkStorageMetadata(offsets, torch.Size(sizes_of(region)))
-    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+    chunk, properties = chunk_of(region), TensorProperties(dtype=getattr(torch, tensor.dtype))
     data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def flat(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def flat(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors of nested dicts by their keys, joined by dots."""
     found: dict[str, torch.Tensor] = {}
     for key, value in state_dict.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": tensor for name, tensor in flat(value).items()}
-        else:
-            found[key] = value
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return found
 
 
 def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors in dicts by the first part of their names.
+    """Return tensors with dots in their names in dicts by what is before the first.
 
     For each key on top DCP makes a logger, a tenth of a millisecond each.
     """
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        first, dot, rest = name.partition(".")
-        if dot:
-            found.setdefault(first, {})[rest] = tensor
-        else:
-            found[name] = tensor
+        first, _, rest = name.partition(".")
+        found.setdefault(first, {})[rest] = tensor
     return found

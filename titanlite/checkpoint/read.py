@@ -9,28 +9,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    LoadPlan,
-    Metadata,
-    StorageReader,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.futures import Future
 
 from titanlite.checkpoint import transfer
-from titanlite.checkpoint.commit import cause, run_on_all_ranks
+from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
+from titanlite.checkpoint.places import rank_file
+from titanlite.checkpoint.plan import chunk_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 
 
-class Reader(StorageReader):
+class Reader(Alone, dcp.StorageReader):
     """Reads a step; given `tensors`, it lists only the chunks of this rank's parts of those."""
 
     def __init__(
@@ -40,9 +31,9 @@ class Reader(StorageReader):
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._folder, self._manifest, self._tensors = folder, manifest, tensors or {}
-        self._files: dict[tuple[str, torch.Size], str] = {}
+        self._files: dict[Any, str] = {}
         names = manifest.tensors if tensors is None else tensors.keys() & manifest.tensors
-        self._metadata = Metadata({name: self._stored(name) for name in names})
+        self._metadata = dcp.Metadata({name: self._stored(name) for name in names})
 
     def _stored(self, name: str) -> TensorStorageMetadata:
         entry = self._manifest.tensors[name]
@@ -50,27 +41,25 @@ class Reader(StorageReader):
         if name in self._tensors and self._tensors[name].shape == entry.shape:
             box = box_of(self._tensors[name])
         chunks = []
-        for chunk in entry.chunks_in(box):
-            offsets = torch.Size(chunk.offsets)
-            self._files[name, offsets] = chunk.file
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+        for rank, region in entry.layout.parts(entry.shape, box):
+            chunks.append(chunk_of(region))
+            self._files[name, chunks[-1].offsets] = rank_file(rank)
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = defaultdict[str, list[ReadItem]](list)
         for item in plan.items:
-            name, offsets = item.storage_index.fqn, item.storage_index.offset
-            assert offsets is not None
-            items[self._files[name, offsets]].append(item)
-            if self._files[name, offsets] not in self._manifest.files:
-                raise CorruptCheckpoint(
-                    f"{self._folder}: {name} is in {self._files[name, offsets]}, which is not part "
-                    "of the checkpoint"
-                )
+            items[self._files[item.storage_index.fqn, item.storage_index.offset]].append(item)
+        if absent := items.keys() - self._manifest.files:
+            file = min(absent)
+            raise CorruptCheckpoint(
+                f"{self._folder}: {items[file][0].storage_index.fqn} is in {file}, which is not "
+                "part of the checkpoint"
+            )
         with transfer.fetched(self._folder, self._manifest, items) as source:
             for file_name in items:
                 with safe_open(source / file_name, framework="pt") as file:
@@ -88,21 +77,7 @@ class Reader(StorageReader):
         planner.commit_tensor(item, target)
         let_go(self._tensors.get(item.dest_index.fqn, target))
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def read(
@@ -115,12 +90,8 @@ def read(
 
     def load() -> None:
         own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        reader = Reader(folder, manifest, own)
-        try:
-            dcp.load(own, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise cause(error) from None
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        alone(dcp.load, own, storage_reader=Reader(folder, manifest, own), planner=planner)
 
     run_on_all_ranks(group, f"reading {folder}", load)
     transfer.forget(folder, manifest)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlan
 
 from titanlite.checkpoint import cleanup, commit
 from titanlite.checkpoint.folder import CheckpointFolder
@@ -42,17 +41,24 @@ FIRST_SECONDS = 60
 """Until the first save where its cost sets the interval, which is never shorter."""
 
 
-class PendingSave:
+class PendingSave(commit.Writer):
     """A save that is in progress, or has ended."""
 
     warning = ""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(
+        self, folder: CheckpointFolder, content: commit.Content, write: Callable[..., Any]
+    ) -> None:
+        super().__init__(folder.root, content, folder.group)
+        self.step = content.step
         self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
         """Seconds that training waited, that the copy took, and that the write took."""
         self.begun = time.monotonic()
         self.ended = Future[Any]()
+        self._write = write
+
+    def write_data(self, plan: dcp.SavePlan, planner: Any) -> Any:
+        return self._write(self, partial(super().write_data, plan, planner))
 
     @property
     def error(self) -> BaseException | None:
@@ -65,15 +71,6 @@ class PendingSave:
 
     def join(self) -> None:
         wait([self.ended])
-
-
-class _Writer(commit.Writer):
-    """Writes a step of a run, and does what follows."""
-
-    write: Callable[..., Any]
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        return self.write(partial(super().write_data, plan, planner))
 
 
 class Saver:
@@ -162,43 +159,31 @@ class Saver:
         make_documents = partial(self._documents, document)
         place = self._folder.confirm, self._folder.run_name, base
         content = commit.Content(step, payload, make_documents, weights_only, *place)
-        pending = self._pending = PendingSave(step)
-        self._start(pending, nested(tensors), content, state)
-        pending.costs["blocked"] = time.monotonic() - began
-        if self.settings.async_mode == "disabled":
-            self.finish_save()
-
-    def _start(
-        self,
-        pending: PendingSave,
-        tensors: dict[str, Any],
-        content: commit.Content,
-        state: TrainingState,
-    ) -> None:
-        """Start a save, or without async_mode take it to its end."""
-        group = self._folder.group
-        planner = self._planners.setdefault(content.weights_only, Planner(group))
-        writer = _Writer(self._folder.root, content, group)
-        writer.write = partial(self._write, pending)
+        pending = self._pending = PendingSave(self._folder, content, self._write)
+        planner = self._planners.setdefault(weights_only, Planner(self._folder.group))
         asynchronous = self.settings.async_mode != "disabled"
+        given: Any = nested(tensors), {"storage_writer": pending, "planner": planner}
         try:
-            if asynchronous:
-                self._stager = self._stager or self._new_stager(state)
-                pending.ended = dcp.async_save(  # type: ignore[assignment]
-                    tensors,
-                    storage_writer=writer,
-                    planner=planner,
-                    async_stager=self._stager,
-                    no_dist=True,
-                )
-                pending.costs["staging"] = self._stager.seconds
-            else:
-                commit.save(tensors, writer, planner)
-                pending.ended.set_result(None)
+            self._start(pending, state, *given)
         except BaseException as error:
             pending.ended.set_exception(error)
             if asynchronous:  # the copy failed, and other ranks do not wait for it
                 raise
+        pending.costs["blocked"] = time.monotonic() - began
+        if not asynchronous:
+            self.finish_save()
+
+    def _start(
+        self, pending: PendingSave, state: TrainingState, tensors: Any, given: dict[str, Any]
+    ) -> None:
+        """Start a save, or without async_mode take it to its end."""
+        if self.settings.async_mode == "disabled":
+            commit.alone(dcp.save, tensors, **given)
+            pending.ended.set_result(None)
+            return
+        stager = self._stager = self._stager or self._new_stager(state)
+        pending.ended = commit.alone(dcp.async_save, tensors, async_stager=stager, **given)  # type: ignore[assignment]
+        pending.costs["staging"] = stager.seconds
 
     def _new_stager(self, state: TrainingState) -> Stager:
         pinned = self.settings.async_mode == "async_with_pinned_mem"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.commit import Content, Writer, save, to_json
+from titanlite.checkpoint.commit import Content, Writer, alone, to_json
 from titanlite.checkpoint.hf.files import Reader
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import check_exclude_patterns
@@ -123,5 +124,6 @@ def to_checkpoint(
         ENVIRONMENT: to_json(environment),
     }
     content = Content(0, None, lambda _: documents, weights_only=True)
-    save(nested(tensors | buffers), Writer(root, content), Source())
+    state, writer = nested(tensors | buffers), Writer(root, content)
+    alone(dcp.save, state, storage_writer=writer, planner=Source())
     return step_folder(root, 0)
