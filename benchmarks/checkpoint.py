@@ -17,6 +17,7 @@ alternate."""
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -38,6 +39,8 @@ from unittest.mock import patch
 
 TREE = "TITANLITE_TREE"
 """Variable with the checkout that is measured, this one by default."""
+TURNS = "TITANLITE_TURNS"
+"""Variable with the file that the checkout locks whose turn it is."""
 sys.path.insert(0, os.environ.get(TREE) or str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -104,23 +107,36 @@ def main() -> None:
 
 
 def against(arguments: argparse.Namespace) -> None:
-    """Print what is measured here, and of what it takes in another checkout."""
-    given = ["--json", f"--ranks={arguments.ranks}", f"--dim={arguments.dim}", "--rounds=2"]
-    found: dict[str, dict[str, list[float]]] = {}
-    for _ in range(arguments.rounds):
-        for tree in (str(Path(__file__).parents[1]), arguments.before):
-            command = [sys.executable, __file__, *given]
-            ran = subprocess.run(
-                command, cwd=tree, env=os.environ | {TREE: tree}, stdout=subprocess.PIPE, check=True
+    """Print what is measured here, and of what it takes in another checkout, in rounds by turns."""
+    given = [f"--{name}={getattr(arguments, name)}" for name in ("ranks", "dim", "rounds")]
+    command = [sys.executable, __file__, "--json", *given]
+    with tempfile.NamedTemporaryFile() as turns:
+        running = [
+            subprocess.Popen(
+                command,
+                cwd=tree,
+                env=os.environ | {TREE: tree, TURNS: turns.name},
+                stdout=subprocess.PIPE,
             )
-            for what, taken in json.loads(ran.stdout.splitlines()[-1]).items():
-                found.setdefault(what, {}).setdefault(tree, []).extend(taken)
-    for what, taken in found.items():
-        here, before = taken.values()
-        ratio = statistics.median(here) / statistics.median(before)
-        best = min(here) / min(before)
-        print(f"  {what:<36} {ratio:5.2f} of before (of the best: {best:4.2f})   ", end="")
-        print(f"{statistics.median(here):,.3f} and {statistics.median(before):,.3f}")
+            for tree in (str(Path(__file__).parents[1]), arguments.before)
+        ]
+        here, before = (json.loads(each.communicate()[0].splitlines()[-1]) for each in running)
+    for what, taken in here.items():
+        ratio = statistics.median(a / b for a, b in zip(taken, before[what], strict=True))
+        medians = f"{statistics.median(taken):,.3f} and {statistics.median(before[what]):,.3f}"
+        print(f"  {what:<36} {ratio:5.2f} of before   {medians}")
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait for this checkout's turn of a round, on all ranks."""
+    with open(os.environ.get(TURNS, os.devnull), "w") as file:
+        if dist.get_rank() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        yield
+        dist.barrier()
+    time.sleep(0.2 if TURNS in os.environ else 0)
 
 
 def steps_beside_an_upload(rounds: int, root: str) -> None:
@@ -175,25 +191,28 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
     synchronous = _synchronous(run)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        taken = {
-            COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])
-        }
-        costs = _saved(run, run.saver, 2 * number + 2).costs
-        taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
-        taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
-        taken[BARE] = _timed(
-            lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
-        )
-        with _counted_reads() as counts:
-            taken[LOAD] = _timed(partial(_load, run, 2 * number + 3))
-        taken[BYTES] = sum(counts)
-        if root:
-            taken[GET] = _timed(lambda: _bare_get(run))
-        dist.barrier()
-        if dist.get_rank() == 0 and not root:
-            shutil.rmtree(Path(folder) / "bare")
-        for what, spent in taken.items():
-            seconds.setdefault(what, []).extend([spent] * (number > 0))
+        with _turn():
+            taken = {
+                COPY: _timed(
+                    lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)]
+                )
+            }
+            costs = _saved(run, run.saver, 2 * number + 2).costs
+            taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
+            taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
+            taken[BARE] = _timed(
+                lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
+            )
+            with _counted_reads() as counts:
+                taken[LOAD] = _timed(partial(_load, run, 2 * number + 3))
+            taken[BYTES] = sum(counts)
+            if root:
+                taken[GET] = _timed(lambda: _bare_get(run))
+            dist.barrier()
+            if dist.get_rank() == 0 and not root:
+                shutil.rmtree(Path(folder) / "bare")
+            for what, spent in taken.items():
+                seconds.setdefault(what, []).extend([spent] * (number > 0))
     return sum(tensor.nbytes for tensor in local), seconds
 
 
