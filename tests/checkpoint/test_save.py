@@ -39,7 +39,8 @@ from titanlite.checkpoint.manifest import (
     steps_to_delete,
 )
 from titanlite.checkpoint.places import Layout, Tensor
-from titanlite.checkpoint.plan import Planner
+from titanlite.checkpoint.plan import Planner, flat
+from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
@@ -178,6 +179,31 @@ def test_a_copy_into_pinned_memory_runs_beside_training_until_the_optimizer_chan
     assert same, (
         "the state is as it was when it was saved, buffers that the forward pass changes too"
     )
+
+
+def test_staged_copies_lie_in_one_block_that_each_save_uses_again():
+    values = torch.arange(5.0)
+    state = {"model": {"a": values, "b": torch.ones(3, 2).bfloat16(), "c": torch.tensor(2)}}
+    stager, blocks = Stager(), set()
+    for change in (0, 1):
+        values += change
+        copies = flat(stager.stage(state))
+        assert all(torch.equal(copies[name], value) for name, value in flat(state).items())
+        blocks |= {copy.untyped_storage().data_ptr() for copy in copies.values()}
+        assert copies["model.a"].untyped_storage().nbytes() == 3 * 64
+    assert len(blocks) == 1
+
+
+def fails_to_copy(folder: str) -> str:
+    run = trainer(SAVING, folder)
+    no_room = patch.object(Stager, "stage", side_effect=MemoryError("no room"))
+    with no_room, pytest.raises(MemoryError) as error:
+        run.train()
+    return str(error.value)
+
+
+def test_a_copy_that_fails_ends_the_run(pool, tmp_path):
+    assert pool.run(fails_to_copy, str(tmp_path), world=1) == ["no room"]
 
 
 def fails_at(point: str, on_rank: int, argv: list[str], folder: str) -> tuple[str, int, str]:
@@ -447,8 +473,8 @@ def test_ranks_that_do_not_share_the_folder_are_refused_before_training(pool, tm
 
 
 def heard(folder: str) -> tuple[int, list[int]]:
-    """Save once; return the listings of the folder that is written, and how many ranks' values this
-    rank got of what only rank 0 gathers.
+    """Save twice; return the listings of the folders that are written, and how many ranks' values
+    this rank got of what only rank 0 gathers.
     """
     received, gather = [], layouts.gather_objects
 
@@ -463,15 +489,13 @@ def heard(folder: str) -> tuple[int, list[int]]:
         patch.object(commit, "gather_objects", note),
         patch.object(store, "list_folder", wraps=store.list_folder) as listing,
     ):
-        trainer([*SAVING, "--training.steps=1"], folder).train()
+        trainer([*SAVING, "--training.steps=2"], folder).train()
     listed = (call.args[0].name for call in listing.call_args_list)
     return sum(name.endswith(".staging") for name in listed), received
 
 
-def test_a_rank_names_its_file_and_rank_0_hears_a_row_of_each_and_one_table_of_those_alike(
-    pool, tmp_path
-):
-    assert pool.run(heard, str(tmp_path), world=2) == [(1, [1, 2]), (0, [0, 1])]
+def test_rank_0_hears_a_row_of_each_rank_a_save_and_one_table_of_those_alike_a_run(pool, tmp_path):
+    assert pool.run(heard, str(tmp_path), world=2) == [(2, [1, 2, 2]), (0, [0, 1, 1])]
 
 
 class Rows(torch.optim.SGD):

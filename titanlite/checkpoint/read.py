@@ -41,7 +41,7 @@ class Reader(Alone, dcp.StorageReader):
         if name in self._tensors and self._tensors[name].shape == entry.shape:
             box = box_of(self._tensors[name])
         chunks = []
-        for rank, region in entry.layout.parts(entry.shape, box):
+        for rank, region in entry.layout.parts(entry.shape, box) if all(entry.shape) else ():
             chunks.append(chunk_of(region))
             self._files[name, chunks[-1].offsets] = rank_file(rank)
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
