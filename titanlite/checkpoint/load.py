@@ -1,23 +1,17 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
 tensor is changed.
-
-Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True).
 """
 
-import io
 import logging
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import run_on_all_ranks
@@ -36,16 +30,13 @@ from titanlite.checkpoint.manifest import (
     read_state,
     step_folder,
 )
-from titanlite.checkpoint.places import Chunk
+from titanlite.checkpoint.read import dtype_of, read
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.rules import differences, require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.parallel.dtensor import box_of, let_go, local_part
-from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
-from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
@@ -225,68 +216,3 @@ def load_tensors(
     }
     read(folder, manifest, tensors, group=None)
     return tensors
-
-
-def read(
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
-
-    def read_files() -> None:
-        wanted: dict[str, list[tuple[str, Box, Chunk]]] = defaultdict(list)
-        for name, tensor in tensors.items():
-            if not local_part(tensor).numel():
-                continue
-            own = box_of(tensor)
-            entry = manifest.tensors.get(name)
-            if entry is None or entry.shape != tensor.shape:
-                raise CorruptCheckpoint(f"{folder} has no {name} of shape {[*tensor.shape]}")
-            for chunk in entry.chunks_in(own):
-                if chunk.file not in manifest.files:
-                    raise CorruptCheckpoint(
-                        f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
-                    )
-                wanted[chunk.file].append((name, own, chunk))
-        is_listed = manifest.format == 1
-        with transfer.fetched(folder, manifest, wanted) as source:
-            for file_name, chunks in wanted.items():
-                path = source / file_name
-                opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
-                with opened as file:
-                    for name, own, chunk in chunks:
-                        stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
-                        _fill(local_part(tensors[name]), own, stored, chunk)
-                        let_go(tensors[name])
-
-    with torch.no_grad():
-        run_on_all_ranks(group, f"reading {folder}", read_files)
-    transfer.forget(folder, manifest)
-
-
-def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:
-    """Read a chunk of format 1, which torch.save wrote."""
-    file.seek(chunk.offset)
-    block = io.BytesIO(file.read(chunk.length))
-    return torch.load(block, map_location="cpu", weights_only=True)
-
-
-def _fill(local: torch.Tensor, own: Box, stored: Any, chunk: Chunk) -> None:
-    """Copy the values that a stored chunk has of this rank's region of a tensor."""
-    inside, outside = list[slice](), list[slice]()
-    for begin, size, held in zip(chunk.offsets, chunk.sizes, own, strict=True):
-        start = max(begin, held.start)
-        stop = min(begin + size, held.stop)
-        inside.append(slice(start - begin, stop - begin))
-        outside.append(slice(start - held.start, stop - held.start))
-    local[tuple(outside)].copy_(stored[tuple(inside) or ...])
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch type that a manifest names."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpoint(f'"{name}" is not a tensor type')
-    return dtype

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from titanlite.checkpoint.places import ListedTensor, Tensor
+from titanlite.checkpoint.places import Tensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
@@ -30,7 +30,6 @@ MANIFEST, STATE, CONFIG, ENVIRONMENT = (
 DCP_METADATA = ".metadata"
 """What torch's DCP writes last, as TorchTitan's checkpoints have it."""
 FORMAT = 2
-"""Format 1 listed each part of each tensor; it is read, and not written."""
 _HEAD = b'{"crc32":%d,"manifest":'
 
 
@@ -76,7 +75,7 @@ class Manifest:
     weights_only: bool
     """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
-    tensors: dict[str, Tensor | ListedTensor]
+    tensors: dict[str, Tensor]
     format: int = FORMAT
     attempt: str = ""
     """The folder next to the manifest that has the files, where a run saves into a bucket."""
@@ -183,8 +182,8 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
     """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
     written.
 
-    An outline is without tensors, whose entries in format 1 grow with tensors x ranks: the bytes
-    are summed, which other threads do not wait for, but not parsed.
+    An outline is without tensors, most of its bytes: they are summed, which other threads do not
+    wait for, but not parsed.
     """
     try:
         raw = store.read(folder / MANIFEST)

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from titanlite.config.job import Job
 from titanlite.config.schema import Lora
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
-from titanlite.registry import ModelSpec
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -54,7 +52,7 @@ class Resume:
     guard: dict[str, Any] = field(default_factory=dict)
     """The state of the guard of steps, which judges the next ones by the last."""
     metrics: dict[str, int] = field(default_factory=dict)
-    """Size and checksum of what metrics.jsonl held; versions before wrote none."""
+    """Size and checksum of what metrics.jsonl held."""
     exclude: Sequence[str] = ()
     """Patterns of names that are not loaded."""
 
@@ -73,8 +71,7 @@ class Resume:
             return
         saved = self.position
         start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
-        # Older ones lack the content.
-        if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):
+        if saved.fingerprint != fingerprint:
             raise UserError(
                 f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was "
                 f"trained on {saved.fingerprint}: use the same text, tokenizer, training.seq_len "
@@ -112,14 +109,8 @@ class Resume:
             since = f"config changed since step {self.position.step}"
             lines.append(f"{since} (new values apply): {shown}")
         environment = json.loads(read_document(self.folder, ENVIRONMENT))
-        if "lr_formula" not in environment:
-            earlier = "step / (warmup_steps + 1) and a decay of one step more"
-            lines.append(
-                f"learning rates are TorchTitan's from here on; earlier steps had {earlier}"
-            )
         new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
-        # Versions before had one stage.
-        is_split_anew = environment.get("stages", new_stages) != new_stages
+        is_split_anew = environment["stages"] != new_stages
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(
             tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch
@@ -164,14 +155,6 @@ def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
     return [pattern for pattern in exclude if not (lora.rank and pattern == ALPHA)]
 
 
-def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of the model that a checkpoint's weights belong to.
-
-    None if they are not known any more.
-    """
-    fields = json.loads(read_document(folder, ENVIRONMENT)).get("model")
-    given = tomllib.loads(read_document(folder, CONFIG).decode())["model"]
-    # A checkpoint from before fields were saved: what its flavor means today.
-    with suppress(UserError):
-        return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
-    return {}
+def saved_model(folder: Path) -> dict[str, Any]:
+    """Return the fields of the model that a checkpoint's weights belong to."""
+    return json.loads(read_document(folder, ENVIRONMENT))["model"]

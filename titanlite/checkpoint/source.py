@@ -51,7 +51,7 @@ def find(folder: CheckpointFolder) -> Resume:
         else:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
     if resume and resume.manifest and resume.folder:
-        saved = saved_model(resume.folder, job.spec)
+        saved = saved_model(resume.folder)
         exclude = check_model(resume.folder, saved, job.spec, job.model, exclude)
         exclude = check_alpha(resume.folder, job.config.lora, exclude)
     return replace(resume or Resume(), exclude=exclude)
@@ -113,7 +113,7 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
-        if resume.metrics and (notice := restore_metrics(folder.job.config, resume.metrics)):
+        if notice := restore_metrics(folder.job.config, resume.metrics):
             log.info(notice)
     dist.barrier(folder.group)
     log.info(f"resumed step {step} from {resume.folder}")

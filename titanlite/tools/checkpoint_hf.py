@@ -154,10 +154,7 @@ def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, An
     spec = get_model(config.model.name, package)
     spec = replace(spec, adapters=Adapters.of(config.lora))
     # A flavor may have been edited since.
-    overrides = {
-        **config.model.overrides,
-        **saved_model(folder, spec),
-    }
+    overrides = {**config.model.overrides, **saved_model(folder)}
     return spec, spec.configure(config.model.flavor, overrides)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.read import dtype_of
 from titanlite.checkpoint.torchtitan.names import Names
 
 Read = Callable[[str], torch.Tensor]
