@@ -4,6 +4,7 @@
 before anything is called, so that a folder of others runs no code.
 """
 
+import io
 import pickle
 from collections.abc import Iterator
 from math import prod
@@ -64,8 +65,7 @@ class Reader(FileSystemReader):
                 f"titanlite checkpoint cp {self.folder} FOLDER"
             )
         try:
-            with store.reading(path) as file:
-                metadata = _Unpickler(file).load()
+            metadata = _Unpickler(io.BytesIO(store.read(path))).load()
             if not isinstance(metadata, Metadata) or metadata.storage_data is None:
                 raise ValueError("no Metadata of files")
             metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
