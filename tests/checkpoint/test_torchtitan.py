@@ -24,6 +24,7 @@ from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.torchtitan.read import Reader, TorchTitanCheckpoint
 from titanlite.errors import UserError
+from titanlite.train.summary import describe_start
 
 SHARDS = "__0_0.distcp"
 SAVES = "--checkpoint.enable --training.steps=2 --lr_scheduler.total_steps=9"
@@ -70,6 +71,7 @@ def begin(argv: list[str], path: str, folder: str) -> dict[str, Any]:
     """Start a run from a checkpoint; return how far it is and its whole state."""
     log, lines = keeping_log()
     run = trainer([*argv, f"--checkpoint.initial_load_path={path}"], folder, log)
+    describe_start(run)  # as a whole run does
     position = run.step, run.tokens, run.consumed
     return {"position": position, "state": digests(run), "log": "\n".join(lines)}
 
