@@ -17,7 +17,7 @@ from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.places import rank_file
-from titanlite.checkpoint.plan import chunk_of
+from titanlite.checkpoint.plan import chunk_of, nested
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 
 
@@ -90,8 +90,7 @@ def read(
 
     def load() -> None:
         own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        alone(dcp.load, own, storage_reader=Reader(folder, manifest, own), planner=planner)
+        alone(dcp.load, nested(own), storage_reader=Reader(folder, manifest, own))
 
     run_on_all_ranks(group, f"reading {folder}", load)
     transfer.forget(folder, manifest)
