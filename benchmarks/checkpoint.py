@@ -3,6 +3,7 @@
     python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
     python benchmarks/checkpoint.py --root s3://bucket/empty     in the store of the environment
     python benchmarks/checkpoint.py --root s3://bucket/empty --beside
+    python benchmarks/checkpoint.py --before FOLDER              against another checkout
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
@@ -10,26 +11,37 @@ manifest and commit. With --root the bare one is obstore's own put of the same b
 parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared
 machine drifts, and their medians are printed. Blocked is how long training waits. With --beside,
 steps of a small model while a thread uploads a file of 512 MiB, as `cp` does or by obstore
-alone, against steps without, in turn."""
+alone, against steps without, in turn. With --before, rounds of this checkout and of another one
+alternate."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+TREE = "TITANLITE_TREE"
+"""Variable with the checkout that is measured, this one by default."""
+TURNS = "TITANLITE_TURNS"
+"""Variable with the file that the checkout locks whose turn it is."""
+sys.path.insert(0, os.environ.get(TREE) or str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
@@ -50,6 +62,7 @@ COPY, BARE = "a copy of the state in memory", "bare: DCP, fsynced, or obstore"
 ASYNC_BLOCKED, ASYNC_WRITE = "async save: blocked", "async save: write, in the background"
 SYNC_BLOCKED = "sync save: blocked"
 LOAD, GET = "load, verified", "bare: obstore's get"
+BYTES = "bytes read in a load"
 
 
 def main() -> None:
@@ -59,7 +72,12 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=640)
     parser.add_argument("--root", default="", help="URL of an empty place for the checkpoints")
     parser.add_argument("--beside", action="store_true", help="a step beside an upload to --root")
+    parser.add_argument("--before", default="", help="another checkout")
+    parser.add_argument("--json", action="store_true", help="print what was measured")
     arguments = parser.parse_args()
+    if arguments.before:
+        against(arguments)
+        return
     if arguments.beside:
         steps_beside_an_upload(arguments.rounds, arguments.root)
         return
@@ -68,18 +86,57 @@ def main() -> None:
         given = arguments.rounds, arguments.dim, folder, arguments.root
         size, seconds = pool.run(measured, *given, timeout=1800)[0]
     pool.close()
+    if arguments.json:
+        print(json.dumps(seconds))
+        return
     print(
         f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds, medians"
     )
     for what, taken in seconds.items():
+        if what == BYTES:
+            print(f"  {what}: {taken[0]:,.0f}")
+            continue
         copy, bare = (
             statistics.median(
                 one / base for one, base in zip(taken, seconds[baseline], strict=True)
             )
-            for baseline in (COPY, GET if what in (LOAD, GET) else BARE)
+            for baseline in (COPY, GET if arguments.root and what in (LOAD, GET) else BARE)
         )
         spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
         print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare   {spread}")
+
+
+def against(arguments: argparse.Namespace) -> None:
+    """Print what is measured here, and of what it takes in another checkout, in rounds by turns."""
+    given = [f"--{name}={getattr(arguments, name)}" for name in ("ranks", "dim", "rounds")]
+    command = [sys.executable, __file__, "--json", *given]
+    with tempfile.NamedTemporaryFile() as turns:
+        running = [
+            subprocess.Popen(
+                command,
+                cwd=tree,
+                env=os.environ | {TREE: tree, TURNS: turns.name},
+                stdout=subprocess.PIPE,
+            )
+            for tree in (str(Path(__file__).parents[1]), arguments.before)
+        ]
+        here, before = (json.loads(each.communicate()[0].splitlines()[-1]) for each in running)
+    for what, taken in here.items():
+        ratio = statistics.median(a / b for a, b in zip(taken, before[what], strict=True))
+        medians = f"{statistics.median(taken):,.3f} and {statistics.median(before[what]):,.3f}"
+        print(f"  {what:<36} {ratio:5.2f} of before   {medians}")
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait for this checkout's turn of a round, on all ranks."""
+    with open(os.environ.get(TURNS, os.devnull), "w") as file:
+        if dist.get_rank() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        yield
+        dist.barrier()
+    time.sleep(0.2 if TURNS in os.environ else 0)
 
 
 def steps_beside_an_upload(rounds: int, root: str) -> None:
@@ -134,23 +191,28 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
     synchronous = _synchronous(run)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        taken = {
-            COPY: _timed(lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)])
-        }
-        costs = _saved(run, run.saver, 2 * number + 2).costs
-        taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
-        taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
-        taken[BARE] = _timed(
-            lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
-        )
-        if root:
-            taken[LOAD] = _timed(partial(_load, run, 2 * number + 3))
-            taken[GET] = _timed(lambda: _bare_get(run))
-        dist.barrier()
-        if dist.get_rank() == 0 and not root:
-            shutil.rmtree(Path(folder) / "bare")
-        for what, spent in taken.items():
-            seconds.setdefault(what, []).extend([spent] * (number > 0))
+        with _turn():
+            taken = {
+                COPY: _timed(
+                    lambda: [b.copy_(t.detach()) for b, t in zip(buffers, local, strict=True)]
+                )
+            }
+            costs = _saved(run, run.saver, 2 * number + 2).costs
+            taken |= {ASYNC_BLOCKED: costs["blocked"], ASYNC_WRITE: costs["write"]}
+            taken[SYNC_BLOCKED] = _saved(run, synchronous, 2 * number + 3).costs["blocked"]
+            taken[BARE] = _timed(
+                lambda: _bare_put(run, local) if root else _bare(run, Path(folder) / "bare")
+            )
+            with _counted_reads() as counts:
+                taken[LOAD] = _timed(partial(_load, run, 2 * number + 3))
+            taken[BYTES] = sum(counts)
+            if root:
+                taken[GET] = _timed(lambda: _bare_get(run))
+            dist.barrier()
+            if dist.get_rank() == 0 and not root:
+                shutil.rmtree(Path(folder) / "bare")
+            for what, spent in taken.items():
+                seconds.setdefault(what, []).extend([spent] * (number > 0))
     return sum(tensor.nbytes for tensor in local), seconds
 
 
@@ -198,6 +260,39 @@ def _load(run: Trainer, step: int) -> None:
     assert group
     resume = load.at_step(run.checkpoints.root, step, full=True, group=group)
     load.restore(resume, run.state, group)
+
+
+@contextmanager
+def _counted_reads() -> Iterator[list[int]]:
+    """Yield the bytes of each part of a tensor that is read from a safetensors file."""
+    counts: list[int] = []
+
+    class Counted:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Counted:
+            self._opened = self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Counted:
+            self._slice = self._opened.get_slice(name)
+            return self
+
+        def __getitem__(self, region: Any) -> torch.Tensor:
+            values = self._slice[region]
+            counts.append(values.nbytes)
+            return values
+
+    module: Any = import_module("titanlite.checkpoint.load")
+    if not hasattr(module, "safe_open"):
+        module = import_module("titanlite.checkpoint.read")
+    opening = module.safe_open
+    with patch.object(module, "safe_open", lambda *args, **more: Counted(opening(*args, **more))):
+        yield counts
 
 
 def _bare_get(run: Trainer) -> None:

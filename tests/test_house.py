@@ -254,10 +254,13 @@ def ways_to_run_a_file(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_file_of_others_is_unpickled_or_run():
-    """SECURITY.md says so. The pool pickles between its own processes."""
+    """SECURITY.md says so. The pool pickles between its own processes, and of torch's .metadata a
+    few classes are made.
+    """
+    may_unpickle = ("titanlite/verify/pool.py", "titanlite/checkpoint/torchtitan/metadata.py")
     found = []
     for file in FILES:
-        if file != "titanlite/verify/pool.py":
+        if file not in may_unpickle:
             found += [f"{file}:{way}" for way in ways_to_run_a_file(syntax_tree(file))]
     assert found == []
 

@@ -11,6 +11,7 @@ from titanlite.registry import (
     ModelSpec,
     Rotary,
     Rule,
+    TorchTitan,
     normal,
     ones,
     register_model,
@@ -135,6 +136,14 @@ def idle(c: QwenConfig) -> dict[str, str]:
     return {"hidden_dim": "where all layers have experts"} if c.experts else {}
 
 
+def torchtitan(c: QwenConfig) -> TorchTitan:
+    """Return TorchTitan 0.2.2's form: all of its routers have a bias, and nothing moves it."""
+    bias, layers = "moe.expert_bias", range(c.n_layers if c.experts else 0)
+    zeros = {f"layers.{i}.{bias}": (c.experts,) for i in layers if c.balance != "bias"}
+    names = {"moe.router.weight": "moe.router.gate.weight", "moe.router.bias": bias}
+    return TorchTitan(names, rotates_halves=True, zeros=zeros)
+
+
 SPEC = register_model(
     ModelSpec(
         "qwen3",
@@ -144,6 +153,7 @@ SPEC = register_model(
         build="titanlite.models.qwen3.model:Qwen",
         core="attention.core",
         hf=HF,
+        torchtitan=torchtitan,
         parameters=parameters,
         active_parameters=active_parameters,
         idle=idle,

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from tests.jobs import TINY, full, trainer, weights
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.plan import Planner, nested
 from titanlite.errors import UserError
 from titanlite.train.trainer import Trainer
 
@@ -112,11 +114,15 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())
 
 
-def content(
-    tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-) -> commit.Content:
-    """Return what a save of step 1 commits."""
+def commit_tensors(
+    root: Path,
+    tensors: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    planner: Planner | None = None,
+) -> None:
+    """Commit step 1."""
     documents = {"state.json": b"{}\n"}
-    return commit.Content(
-        1, tensors, values.__getitem__, None, lambda _: documents, weights_only=True
-    )
+    content = commit.Content(1, None, lambda _: documents, weights_only=True)
+    writer = commit.Writer(root, content, group)
+    planner = planner or Planner(group)
+    commit.alone(dcp.save, nested(tensors), storage_writer=writer, planner=planner)

@@ -3,12 +3,10 @@ nothing; never code.
 """
 
 import errno
-import json
 import os
-import pickle
+import re
 import shutil
 import socket
-import warnings
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,27 +16,22 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests import messages
-from tests.checkpoint import format1
-from tests.checkpoint.layouts import load_all
-from tests.checkpoint.saved import SAVING, everyone, joined, start, steps_in
-from tests.jobs import FLOAT64, TINY, job, trainer, weights
+from tests.checkpoint.saved import SAVING, everyone, start, steps_in
+from tests.jobs import FLOAT64, TINY, full, trainer, weights
 from tests.messages import says
 from tests.runs import records
-from titanlite.checkpoint import load as checkpoint_load
+from titanlite.checkpoint import read
 from titanlite.checkpoint.load import at_path, load_tensors, restore
 from titanlite.checkpoint.manifest import (
     MANIFEST,
     CorruptCheckpoint,
     File,
-    Manifest,
     faults,
     is_complete,
     read_manifest,
 )
-from titanlite.checkpoint.resume import saved_model
 from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.rules import check_model
 from titanlite.cli import main
@@ -318,27 +311,7 @@ def test_a_run_neither_starts_from_nor_resumes_weights_of_another_model(begun, r
     says(begun([*SAVING, exclude("model.overrides.rope_teta")], run)["error"], "rope_teta")
 
 
-def test_a_checkpoint_from_before_fields_were_saved_is_compared_by_its_config(run):
-    folder = run / "checkpoint/step-3"
-    environment = json.loads((folder / "environment.json").read_text())
-    fields = environment.pop("model")
-    assert fields == saved_model(folder, llama3.SPEC) == asdict(job(TINY, 1).model)
-    plant(folder, "environment.json", json.dumps(environment).encode())
-    assert saved_model(folder, llama3.SPEC) == fields
-    config = (folder / "config.toml").read_bytes()
-    plant(folder, "config.toml", config.replace(b'"debugmodel"', b'"no more"'))
-    assert saved_model(folder, llama3.SPEC) == {}, "then only tensors are compared"
-
-
-class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
-def plant(folder: Path, name: str, content: bytes) -> Manifest:
+def plant(folder: Path, name: str, content: bytes) -> None:
     """Replace a file and its checksums, as an attacker could."""
     (folder / name).write_bytes(content)
     manifest = read_manifest(folder)
@@ -346,57 +319,12 @@ def plant(folder: Path, name: str, content: bytes) -> Manifest:
     manifest = replace(manifest, files=files)
     (folder / MANIFEST).write_bytes(manifest.render())
     assert faults(folder, manifest, manifest.files) == []
-    return manifest
 
 
-def test_loading_a_foreign_folder_never_runs_code(tmp_path):
-    format1.unpack(tmp_path)
-    folder = tmp_path / "step-2"
-    plant(folder, ".metadata", pickle.dumps(Payload(tmp_path / "ran")))
-    assert load_tensors(folder).keys() == read_manifest(folder).tensors.keys(), "it is not opened"
-    payload = tmp_path / "payload"
-    torch.save(Payload(tmp_path / "ran"), payload)
-    raw, manifest = (folder / "__0_0.distcp").read_bytes(), read_manifest(folder)
-    name = "model.norm.weight"
-    entry: Any = manifest.tensors[name]
-    length = payload.stat().st_size
-    chunk = replace(entry.chunks[0], file="__0_0.distcp", offset=len(raw), length=length)
-    entries = {**manifest.tensors, name: replace(entry, chunks=(chunk,))}
-    (folder / MANIFEST).write_bytes(replace(manifest, tensors=entries).render())
-    plant(folder, "__0_0.distcp", raw + payload.read_bytes())
-    with messages.refused("Weights only", kind=RunFailed):
-        load_tensors(folder, [name])
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("format", [1, 2])
-def test_a_tensor_in_a_file_beside_the_checkpoint_is_refused(saved, tmp_path, format):
-    folder = saved / "checkpoint/step-3"
-    if format == 1:
-        format1.unpack(tmp_path)
-        folder = tmp_path / "step-2"
-    manifest = read_manifest(folder)
-    assert manifest.format == format
-    name = "model.output.weight"
+def test_a_tensor_in_a_file_beside_the_checkpoint_is_refused(saved):
+    folder, name = saved / "checkpoint/step-3", "model.output.weight"
     with messages.refused(name, folder, kind=RunFailed):
-        load_tensors(folder, [name], replace(manifest, files={}))
-
-
-def test_a_checkpoint_of_format_1_is_loaded_bit_for_bit_and_resumed(train, pool, tmp_path):
-    state = format1.unpack(tmp_path / "checkpoint")
-    folder = tmp_path / "checkpoint/step-2"
-    assert read_manifest(folder).format == 1 and is_complete(folder, resumable=True)
-    argv = [*SAVING, *format1.ARGV]
-    layouts = ((1, []), (4, ["--parallelism.tensor_parallel_degree=2"]))
-    for world, layout in layouts:
-        source = {"it": str(folder)}
-        ranks = pool.run(load_all, [*argv, *layout], str(tmp_path / "to"), source, world=world)
-        assert joined([rank["it"] for rank in ranks]) == state
-    # Its data were a Python's own library, whose bytes differ by version.
-    argv.append('--checkpoint.exclude_from_loading=["data"]')
-    (run,) = train(argv, tmp_path)
-    assert run["begun"] == 2 and steps_in(tmp_path) == ["step-2", "step-3"]
-    assert read_manifest(tmp_path / "checkpoint/step-3").format == 2
+        load_tensors(folder, [name], replace(read_manifest(folder), files={}))
 
 
 def test_a_manifest_of_a_newer_format_is_refused_by_name(begun, run, capsys):
@@ -420,8 +348,8 @@ def broken(argv: list[str], folder: str, path: str) -> str:
     def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    opening = fail if dist.get_rank() == 1 else checkpoint_load.safe_open
-    with patch.object(checkpoint_load, "safe_open", opening), pytest.raises(RunFailed) as error:
+    opening = fail if dist.get_rank() == 1 else read.safe_open
+    with patch.object(read, "safe_open", opening), pytest.raises(RunFailed) as error:
         restore(resume, run.state, everyone())
     return str(error.value)
 
@@ -432,18 +360,29 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks_with_its_name(pool, sav
         says(message, folder, "on rank 1", "[Errno 5]")
 
 
-def by_torch(folder: Path, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Read a tensor by torch's own reader of such files."""
-    tensors = {name: torch.zeros_like(like)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors[name]
+PAGE = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+EXAMPLES = [each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "dcp." in each]
 
 
-def test_tensors_are_read_without_a_process_group_and_by_torch_too(saved):
-    folder = saved / "checkpoint/step-3"
-    for name in ("model.output.weight", "optimizer.norm.weight.exp_avg"):
-        ((found, whole),) = load_tensors(folder, [name]).items()
-        assert found == name and torch.equal(by_torch(folder, name, whole), whole)
+def ran(number: int, folder: str) -> dict[str, torch.Tensor]:
+    """Run an example of the page as a script of this rank; return the state that it loaded."""
+    names: dict[str, Any] = {}
+    environment = {"WORLD_SIZE": f"{dist.get_world_size()}" if dist.is_initialized() else "1"}
+    with patch.dict(os.environ, environment):
+        exec(EXAMPLES[number].replace("outputs/checkpoint/step-1000", folder), names)
+    return {name: full(tensor) for name, tensor in names.get("state", {}).items()}
+
+
+def test_the_examples_load_a_step_by_dcp_on_other_ranks_and_by_torch_alone(
+    saved, pool, tmp_path, monkeypatch
+):
+    folder = f"{saved}/checkpoint/step-3"
+    expected = load_tensors(Path(folder))
+    for found in [*pool.run(ran, 0, folder, world=3), ran(1, folder)]:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    monkeypatch.chdir(tmp_path)
+    ran(2, folder)
+    assert read_manifest(tmp_path / "averages/step-10").weights_only
+    ((_, value),) = load_tensors(tmp_path / "averages/step-10").items()
+    assert torch.equal(value, torch.ones(16))

@@ -13,10 +13,9 @@ from torch import nn
 
 from tests.checkpoint.layouts import WIDE
 from tests.checkpoint.saved import SAVING, steps_in
-from tests.checkpoint.test_load import plant
 from tests.jobs import QUIET, TEXT, TINY, job, trainer
 from tests.lanes import sample
-from tests.messages import refused, says
+from tests.messages import says
 from tests.observe.test_sinks import tensorboard
 from tests.runs import finish, records, run, start, wait_for
 from titanlite.checkpoint.manifest import (
@@ -267,30 +266,6 @@ def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(
     assert again["begun"] == 1 and again["data"] == {2: first["data"][1]}
     position = read_state(tmp_path / "checkpoint/step-2")["position"]
     assert (position["tokens"], position["consumed"]) == (2 * 2 * 16, 2)
-
-
-def test_a_run_saved_under_the_earlier_learning_rates_says_that_they_change(train, begun, tmp_path):
-    train(SAVING, tmp_path, 1)
-    folder = tmp_path / "checkpoint/step-1"
-    environment = json.loads((folder / ENVIRONMENT).read_text())
-    assert "learning rates" not in begun(SAVING, tmp_path)["log"]
-    del environment["lr_formula"]
-    plant(folder, ENVIRONMENT, json.dumps(environment).encode())
-    found = begun(SAVING, tmp_path)
-    assert found["step"] == 1 and found["log"].count("learning rates") == 1
-
-
-def test_a_checkpoint_without_the_content_of_its_shards_still_resumes():
-    """Versions before hashed only the names and lengths of shards without a manifest."""
-
-    def resumes(saved: str) -> None:
-        Resume(continues=True, position=Position(fingerprint=saved)).check_data(0, "aa+11")
-
-    for accepted in ("aa", "aa+11"):
-        resumes(accepted)
-    for other in ("aa+22", "bb", "bb+11"):
-        with refused("fingerprint", "aa+11"):
-            resumes(other)
 
 
 TP2 = ["--parallelism.tensor_parallel_degree=2", "--model.overrides.n_kv_heads=2"]

@@ -14,19 +14,19 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.saved import SAVING, content, keeping_log, rank, steps_in
+from tests.checkpoint.saved import SAVING, commit_tensors, keeping_log, rank, steps_in
 from tests.failpoints import calling
 from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.runs import records
-from titanlite.checkpoint import cleanup, commit, manifest, shared
+from titanlite.checkpoint import cleanup, commit, layouts, manifest, shared
 from titanlite.checkpoint.cleanup import SEEN_BY_ALL
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -38,7 +38,9 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.places import Chunk, ListedTensor
+from titanlite.checkpoint.places import Layout, Tensor
+from titanlite.checkpoint.plan import Planner, flat
+from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
@@ -65,9 +67,9 @@ def changed_right_after(folder: str) -> bool:
     saved: dict[str, torch.Tensor] = {}
     save, write = run.save, run.saver._write
 
-    def late(*args) -> None:
+    def late(*args) -> Any:
         time.sleep(0.3)
-        write(*args)
+        return write(*args)
 
     def save_then_change() -> None:
         saved.update(whole_state(run))
@@ -94,7 +96,7 @@ class LateStream(TorchDispatchMode):
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
-        self.events, self.work, self.done = events, [], threading.Event()
+        self.events, self.work = events, []
 
     def __torch_dispatch__(self, func, types, args: Any = (), kwargs=None) -> Any:
         assert self.waited_for == "main"
@@ -104,8 +106,14 @@ class LateStream(TorchDispatchMode):
     def wait_stream(self, stream: str) -> None:
         self.waited_for = stream
 
-    def record_event(self) -> "LateStream":
-        return self
+    def record_event(self) -> "LateEvent":
+        given, self.work = self.work, []
+        return LateEvent(self.events, given)
+
+
+class LateEvent:
+    def __init__(self, events: list[str], work: list[Any]) -> None:
+        self.events, self.work, self.done = events, work, threading.Event()
 
     def wait(self) -> None:
         if not self.done.is_set():
@@ -131,9 +139,6 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
     model.register_buffer("passes", passes)
     model.register_forward_hook(change_buffer)
     saver.settings = saver.settings.model_copy(update={"async_mode": "async_with_pinned_mem"})
-    saver._host_memory = {
-        name: torch.empty_like(local_part(t)) for name, t in run.state.tensors().items()
-    }
 
     def noted(function, name: str):
         def call(*args):
@@ -152,8 +157,7 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
         save()
 
     def finish_save_at_last() -> None:
-        if saver._copied:  # no update waits for the copy of the last step
-            saver._copied.wait()
+        saver.before_update()  # no update waits for the copy of the last step
         finish_save()
 
     run.save, saver.finish_save = save_noting_the_state, finish_save_at_last  # type: ignore[method-assign]
@@ -163,6 +167,8 @@ def copied_beside_training(folder: str) -> tuple[list[str], bool]:
         stream=lambda stream: stream,
         current_stream=lambda: "main",
         device=lambda _: nullcontext(),
+        cudart=MagicMock(),
+        check_error=lambda _: None,
     ):
         run.train()
     return events, all(in_step(folder, step, state) for step, state in saved.items())
@@ -177,6 +183,31 @@ def test_a_copy_into_pinned_memory_runs_beside_training_until_the_optimizer_chan
     assert same, (
         "the state is as it was when it was saved, buffers that the forward pass changes too"
     )
+
+
+def test_staged_copies_lie_in_one_block_that_each_save_uses_again():
+    values = torch.arange(5.0)
+    state = {"model": {"a": values, "b": torch.ones(3, 2).bfloat16(), "c": torch.tensor(2)}}
+    stager, blocks = Stager(), set()
+    for change in (0, 1):
+        values += change
+        copies = flat(stager.stage(state))
+        assert all(torch.equal(copies[name], value) for name, value in flat(state).items())
+        blocks |= {copy.untyped_storage().data_ptr() for copy in copies.values()}
+        assert copies["model.a"].untyped_storage().nbytes() == 3 * 64
+    assert len(blocks) == 1
+
+
+def fails_to_copy(folder: str) -> str:
+    run = trainer(SAVING, folder)
+    no_room = patch.object(Stager, "stage", side_effect=MemoryError("no room"))
+    with no_room, pytest.raises(MemoryError) as error:
+        run.train()
+    return str(error.value)
+
+
+def test_a_copy_that_fails_ends_the_run(pool, tmp_path):
+    assert pool.run(fails_to_copy, str(tmp_path), world=1) == ["no room"]
 
 
 def fails_at(point: str, on_rank: int, argv: list[str], folder: str) -> tuple[str, int, str]:
@@ -354,11 +385,8 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
 def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_step(
     tmp_path, monkeypatch
 ):
-    """Both grow with the ranks, and parsing holds the trainer's lock; what a save of this run has
-    seen complete stays so.
-    """
-    chunks = tuple(Chunk((row, 0), (1, 8), "__0_0.distcp", row, 1) for row in range(2000))
-    tensors = {"model.a": ListedTensor((2000, 8), "float32", "replicated", chunks)}
+    """Parsing holds the trainer's lock; what a save of this run has seen complete stays so."""
+    tensors = {f"model.{each}": Tensor((8,), "float32", Layout()) for each in range(2000)}
     known, looked, parsed = set[int](), list[str](), list[int]()
     looks, loads = manifest.faults, json.loads
 
@@ -369,7 +397,7 @@ def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_
     monkeypatch.setattr(manifest, "faults", looking)
     monkeypatch.setattr(manifest.json, "loads", lambda raw: parsed.append(len(raw)) or loads(raw))
     for steps, old in (((10, 20, 30), [10]), ((40,), [20])):
-        empty(tmp_path, *steps, tensors=tensors, format=1)
+        empty(tmp_path, *steps, tensors=tensors)
         assert steps_to_delete(tmp_path, 2, 0, known) == old
         cleanup.delete(step_folder(tmp_path, old[0]))
     assert looked == ["step-10", "step-20", "step-30", "step-40"]
@@ -413,9 +441,10 @@ def with_slow_deletions(folder: str) -> list[list[int]]:
         time.sleep(0.03)
         delete(folder)
 
-    def write_and_note(*args) -> None:
-        write(*args)
+    def write_and_note(*args) -> Any:
+        done = write(*args)
         left.append(steps_to_delete(run.checkpoints.root, 2, 3, set()))
+        return done
 
     run.saver._write = write_and_note  # type: ignore[method-assign]
     with patch.object(cleanup, "delete", slow):
@@ -453,10 +482,10 @@ def test_a_folder_in_which_nothing_can_be_written_is_named(begun, tmp_path):
 
 
 def heard(folder: str) -> tuple[int, list[int]]:
-    """Save once; return the listings of the folder that is written, and how many ranks' values this
-    rank got of what only rank 0 gathers.
+    """Save twice; return the listings of the folders that are written, and how many ranks' values
+    this rank got of what only rank 0 gathers.
     """
-    received, gather = [], commit.gather_objects
+    received, gather = [], layouts.gather_objects
 
     def note(value, group, only_rank_0=False):
         values = gather(value, group, only_rank_0)
@@ -465,18 +494,17 @@ def heard(folder: str) -> tuple[int, list[int]]:
         return values
 
     with (
+        patch.object(layouts, "gather_objects", note),
         patch.object(commit, "gather_objects", note),
         patch.object(store, "list_folder", wraps=store.list_folder) as listing,
     ):
-        trainer([*SAVING, "--training.steps=1"], folder).train()
+        trainer([*SAVING, "--training.steps=2"], folder).train()
     listed = (call.args[0].name for call in listing.call_args_list)
     return sum(name.endswith(".staging") for name in listed), received
 
 
-def test_a_rank_names_its_file_and_rank_0_hears_a_row_of_each_and_one_table_of_those_alike(
-    pool, tmp_path
-):
-    assert pool.run(heard, str(tmp_path), world=2) == [(1, [1, 2]), (0, [0, 1])]
+def test_rank_0_hears_a_row_of_each_rank_a_save_and_one_table_of_those_alike_a_run(pool, tmp_path):
+    assert pool.run(heard, str(tmp_path), world=2) == [(2, [1, 2, 2]), (0, [0, 1, 1])]
 
 
 class Rows(torch.optim.SGD):
@@ -512,14 +540,6 @@ def test_optimizer_state_is_created_without_a_step():
 TENSORS = {"model.a": torch.arange(1000.0), "model.b": torch.ones(3, 4)}
 
 
-def committed(
-    root: Path, planned: Mapping[str, torch.Tensor] = TENSORS, **values: torch.Tensor
-) -> None:
-    """Commit step 1, with other values than planned, by the last part of their names."""
-    changed = {f"model.{name}": value for name, value in values.items()}
-    commit.commit(root, content(planned, {**planned, **changed}), group=None)
-
-
 @pytest.mark.parametrize(
     ("point", "file", "size", "named"),
     [
@@ -535,7 +555,7 @@ def test_a_file_that_lost_bytes_is_never_published(tmp_path, point, file, size, 
             os.truncate(path, size)
 
     with calling(failpoint), refused("step 1", *named, kind=RunFailed):
-        committed(tmp_path)
+        commit_tensors(tmp_path, TENSORS)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -548,26 +568,28 @@ def test_a_part_that_no_rank_wrote_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(commit, "_write_tensors", lose_a_tensor)
     with refused("4,048 bytes", "4,000", kind=RunFailed):
-        committed(tmp_path)
+        commit_tensors(tmp_path, TENSORS)
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(3, 4).int(), torch.ones(4, 3)])
 def test_values_of_another_type_or_shape_than_planned_are_refused(tmp_path, wrong):
+    planner = Planner()
+    commit_tensors(tmp_path / "first", TENSORS, planner=planner)
     with refused("model.b: ", "planned", kind=RunFailed):
-        committed(tmp_path, b=wrong)
-    assert [*tmp_path.iterdir()] == []
+        commit_tensors(tmp_path / "then", TENSORS | {"model.b": wrong}, planner=planner)
+    assert [*(tmp_path / "then").iterdir()] == []
 
 
 def test_a_type_that_no_checkpoint_holds_is_named(tmp_path):
     with refused("model.a", "complex128", kind=RunFailed):
-        committed(tmp_path, {"model.a": torch.ones(2, dtype=torch.complex128)})
+        commit_tensors(tmp_path, {"model.a": torch.ones(2, dtype=torch.complex128)})
 
 
 def test_a_committed_folder_is_never_written_into(tmp_path):
-    committed(tmp_path)
+    commit_tensors(tmp_path, TENSORS)
     with refused(f"{tmp_path}/step-1", kind=RunFailed):
-        committed(tmp_path, a=torch.ones(1000))
+        commit_tensors(tmp_path, TENSORS | {"model.a": torch.ones(1000)})
     assert torch.equal(load_tensors(tmp_path / "step-1")["model.a"], TENSORS["model.a"])
 
 
@@ -580,7 +602,7 @@ def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", note)
     with calling(events.append):
-        committed(tmp_path)
+        commit_tensors(tmp_path, TENSORS)
     renamed = events.index("before the rename")
     *files, staging = events[events.index("file written") + 1 : renamed]
     written = {f"{staging}/{path.name}" for path in (tmp_path / "step-1").iterdir()}

@@ -128,7 +128,7 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
     def die(point: str) -> None:
         pending = runs[0].saver._pending if runs else None
         step = pending.step if pending else max(saves, default=-1)
-        in_progress = bool(pending and (pending.is_alive() or pending.ident is None))
+        in_progress = bool(pending and pending.is_alive())
         death = Death(point, step, in_progress)
         (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)

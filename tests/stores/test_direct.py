@@ -16,7 +16,7 @@ from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from titanlite.checkpoint.writer import Writer
+from titanlite.checkpoint.owner import Owner
 from titanlite.cli import main
 from titanlite.errors import RunFailed
 from titanlite.runtime import store as files
@@ -163,7 +163,7 @@ def test_a_run_commits_nothing_beside_another_that_has_saved_since_it_started(ur
         files.write(folder / MANIFEST, Manifest(step, False, {}, {}, run=run).render())
 
     save(1, "of before")
-    first, second = Writer(root, "a"), Writer(root, "b")
+    first, second = Owner(root, "a"), Owner(root, "b")
     first.require_alone()
     save(2, second.name)
     second.require_alone()

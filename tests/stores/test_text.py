@@ -113,3 +113,8 @@ def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_no
     assert {name: path.read_bytes() for name, path in here.items()} == files
     for there in (target, f"{url}/copy"):
         says(tool("checkpoint cp", f"{url}/model", there, code=2), there, "new folder")
+    for name in (".metadata", "__0_0.distcp"):  # of torch's DCP
+        store.write(place(f"{url}/theirs/step-4/{name}"), name.encode())
+    brought = tmp_path / "step-4"
+    says(tool("checkpoint cp", f"{url}/theirs/step-4", brought), f"{brought}: 2 files")
+    assert (brought / ".metadata").read_text() == ".metadata"

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_torch_is_recognized_with_the_way_across(tool, tmp_path)
         ("checkpoint export", step, tmp_path / "out"),
         ("checkpoint import", step, tmp_path / "out"),
     ):
-        says(tool(*words, code=2), "DCP", "checkpoint.last_save_in_hf")
+        says(tool(*words, code=2), "DCP", f"--checkpoint.initial_load_path {step}")
 
 
 def test_show_prints_position_tensors_and_config(saved, tool):

@@ -1,5 +1,37 @@
-"""Holds checkpoints: saving, committing, verifying, loading and resuming.
+"""Holds checkpoints: saving, committing, verifying, loading and resuming; in hf and torchtitan the
+exchange with others. May import parallel, data, observe, runtime, config, registry, layout and
+errors; not train, optim or above. Never unpickles a file except for torch's .metadata, or writes
+into a committed folder; only runtime/store.py, safetensors and torch's DCP open files."""
 
-The folder hf exchanges weights with Hugging Face. May import parallel, data, observe, runtime,
-config, registry, layout and errors; not train, optim or above. Never unpickles a file or writes
-into a committed folder; only runtime/store.py and safetensors open files."""
+from typing import Any
+
+
+def reader(folder: Any, tensors: Any = None) -> Any:
+    """Return a storage reader of a step, for torch.distributed.checkpoint.load.
+
+    With tensors by their names in the step it lists only what this rank's parts of them need.
+    """
+    from titanlite.checkpoint.manifest import read_manifest
+    from titanlite.checkpoint.read import Reader
+    from titanlite.runtime.bucket import place
+
+    return Reader(place(f"{folder}"), read_manifest(place(f"{folder}")), tensors)
+
+
+def planner(group: Any = None) -> Any:
+    """Return a planner of saves, which a run keeps, for the ranks of a gloo group."""
+    from titanlite.checkpoint.plan import Planner
+
+    return Planner(group)
+
+
+def writer(root: Any, step: int, group: Any = None, documents: Any = None) -> Any:
+    """Return a storage writer of a step without optimizer, for torch.distributed.checkpoint.save.
+
+    Documents are the contents of files next to the tensors, by name.
+    """
+    from titanlite.checkpoint.commit import Content, Writer
+    from titanlite.runtime.bucket import place
+
+    content = Content(step, None, lambda _: documents or {}, weights_only=True)
+    return Writer(place(f"{root}"), content, group)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import load
-from titanlite.checkpoint.commit import own_regions, run_on_all_ranks
+from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
+from titanlite.checkpoint.layouts import own_regions
 from titanlite.checkpoint.manifest import MANIFEST, Base, Manifest, read_manifest
+from titanlite.checkpoint.read import dtype_of, read
 from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.state import TrainingState
@@ -47,7 +48,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     if named:
         return named
     is_whole = resume.continues or resume.exclude or not folder.settings.enable
-    if is_whole or not job.config.lora.rank or not resume.folder:
+    if is_whole or resume.foreign or not job.config.lora.rank or not resume.folder:
         return None
     start = resume.folder if is_remote(resume.folder) else os.path.abspath(resume.folder)
     return Base(str(start), _shown(digest(state.frozen(), folder.group)))
@@ -87,7 +88,7 @@ class BaseWeights:
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read this rank's parts of some of its weights."""
         if self._manifest:
-            load.read(self.folder, self._manifest, tensors, self._group)
+            read(self.folder, self._manifest, tensors, self._group)
         elif self._hf:
             self._hf.fill(tensors)
 
@@ -103,7 +104,7 @@ class BaseWeights:
         def read(name: str) -> torch.Tensor:
             if name in own.tensors:
                 return read_own(name)
-            tensor = torch.empty(tuple(shapes[name]), dtype=load.dtype_of(dtype))
+            tensor = torch.empty(tuple(shapes[name]), dtype=dtype_of(dtype))
             self.read({name: tensor})
             return tensor
 

@@ -13,11 +13,11 @@ Nothing is ever written into a committed folder. Each rank's work runs under `ru
 either all ranks continue, or all raise the same error.
 """
 
-import hashlib
 import json
 import uuid
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+import torch.distributed.checkpoint as dcp
+from torch.futures import Future
 
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -37,35 +38,24 @@ from titanlite.checkpoint.manifest import (
     point_latest,
     step_folder,
 )
-from titanlite.checkpoint.places import (
-    TYPES,
-    Layout,
-    Tensor,
-    header,
-    rank_file,
-    sizes_of,
-    spread,
-    written_by,
-)
+from titanlite.checkpoint.places import Tensor, rank_file
 from titanlite.errors import RunFailed, UserError, first_line
-from titanlite.parallel.dtensor import box_of, let_go
-from titanlite.registry import Box
+from titanlite.parallel.dtensor import let_go
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.distributed import gather_objects, rank_in
+
+# Of each save and load that needs no collectives of DCP's.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, on this rank."""
+    """What a checkpoint holds besides the tensors, on this rank."""
 
     step: int
-    tensors: Mapping[str, torch.Tensor]
-    """This rank's; they show how each is sharded."""
-    lookup: Callable[[str], torch.Tensor]
-    """Return the values of this rank's part of a tensor, on any device."""
     payload: Any
     """What this rank adds to the documents."""
     make_documents: Callable[[list[Any]], dict[str, bytes]]
@@ -143,18 +133,54 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
         raise
 
 
-def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> None:
-    """Write and publish a checkpoint; all ranks return when it is committed, or raise RunFailed."""
-    step = content.step
-    target = step_folder(root, step)
-    saving = f"the save of step {step}"
+class Alone:
+    """What DCP asks of storage, and a rank that plans alone has no need of."""
 
-    def begin() -> dict[str, Tensor]:
-        if rank_in(group) == 0 and not is_remote(target) and store.exists(target):
-            raise UserError(f"{target} exists, and nothing is ever written into a checkpoint")
-        return _describe_all(content.tensors)
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
-    def publish() -> None:
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class Writer(Alone, dcp.StorageWriter):
+    """Writes a step; `write_data` returns when all ranks have committed it, or raises RunFailed."""
+
+    def __init__(
+        self, root: Path, content: Content, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._root, self._content, self._group = root, content, group
+        self._target = step_folder(root, content.step)
+        self._saving = f"the save of step {content.step}"
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        run_on_rank_0(self._group, self._saving, self._require_new)
+
+    def _require_new(self) -> None:
+        if not is_remote(self._target) and store.exists(self._target):
+            raise UserError(f"{self._target} exists, and nothing is ever written into a checkpoint")
+
+    def write_data(self, plan: dcp.SavePlan, planner: Any) -> Future[Any]:
+        group, rank = self._group, rank_in(self._group)
+        with staging_folder(self._target, group, self._saving) as staging:
+            write = partial(_write_tensors, staging / rank_file(rank), plan, planner)
+            written = run_on_all_ranks(group, self._saving, write)
+            row = (*written, self._content.payload)
+            rows = gather_objects(row, group, only_rank_0=True)
+            publish = partial(self._publish, staging, planner.places, rows)
+            run_on_rank_0(group, f"the commit of step {self._content.step}", publish)
+        done = Future[Any]()
+        done.set_result([])
+        return done
+
+    def _publish(self, staging: Path, tensors: dict[str, Tensor], rows: list[Any]) -> None:
+        content = self._content
         files: dict[str, File] = {}
         payloads = []
         stored = 0
@@ -169,120 +195,51 @@ def commit(root: Path, content: Content, group: dist.ProcessGroup | None) -> Non
         for name, document in content.make_documents(payloads).items():
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
-        manifest = Manifest(step, content.weights_only, files, {**tensors}, base=content.base)
+        manifest = Manifest(content.step, content.weights_only, files, tensors, base=content.base)
         rendered = manifest.render()
         store.write(staging / MANIFEST, rendered)
         if problems := faults(staging, manifest):
             raise OSError("; ".join(problems))
-        if staging.parent == target:
+        if staging.parent == self._target:
             rendered = replace(manifest, attempt=staging.name, run=content.run).render()
         content.confirm()
-        store.publish(staging, target, MANIFEST, rendered)
-        point_latest(root, step)
+        store.publish(staging, self._target, MANIFEST, rendered)
+        point_latest(self._root, content.step)
 
-    tensors = _agree(run_on_all_ranks(group, saving, begin), group)
-    rank = rank_in(group)
-    with staging_folder(target, group, saving) as staging:
-        path = staging / rank_file(rank)
-        written = run_on_all_ranks(
-            group, saving, lambda: _write_tensors(path, tensors, content, rank)
-        )
-        rows = gather_objects((*written, content.payload), group, only_rank_0=True)
-        run_on_rank_0(group, f"the commit of step {step}", publish)
+    def finish(self, metadata: Any, results: Any) -> None: ...
 
 
-def own_regions(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Box]:
-    """Return the regions that this rank would write: each is one rank's."""
-    return written_by(rank_in(group), _agree(_describe_all(tensors), group))
+def alone(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call a function of DCP on this rank by itself; raise what failed there."""
+    try:
+        return function(*args, **options, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise cause(error) from None
 
 
-def _describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
-    layouts: dict[Any, Layout] = {}
-    described = {}
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in TYPES:
-            raise UserError(f"{name} is of the type {dtype}, which checkpoints do not hold")
-        key = None
-        if isinstance(tensor, DTensor):
-            key = tensor.device_mesh, tensor.placements
-        if key not in layouts:
-            layouts[key] = layout_of(tensor)
-        described[name] = Tensor(tuple(tensor.shape), dtype, layouts[key])
-    return described
+def cause(error: BaseException) -> BaseException:
+    """Return what failed, which DCP wraps in an exception that `except Exception` misses."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
-    if not isinstance(tensor, DTensor):
-        return Layout()
-    splits, late = list[tuple[Any, int]](), list[tuple[Any, int]]()
-    for axis, placement in enumerate(tensor.placements):
-        dim = getattr(placement, "dim", None)  # every kind of shard has one
-        # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.
-        if hasattr(placement, "split_factor"):
-            late.insert(0, (dim, axis))
-        elif dim is not None:
-            splits.append((dim, axis))
-    ranks = tensor.device_mesh.mesh
-    strides = []
-    for axis, size in enumerate(ranks.shape):
-        line = ranks.movedim(axis, -1).reshape(-1, size)[0].tolist()
-        strides.append(line[1] - line[0] if size > 1 else 1)
-    names = tuple(tensor.device_mesh.mesh_dim_names or ())
-    first = int(ranks.min())
-    return Layout(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
-
-
-def _agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Return all ranks' tensors, as the lowest rank of each describes it, shared out over copies.
-
-    Ranks that describe theirs alike, all of a stage, send it once.
-    """
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    is_first = gather_objects(digest, group).index(digest) == rank_in(group)
-    tables = gather_objects(own if is_first else {}, group, only_rank_0=True)
-    merged: dict[str, Tensor] = {}
-    if rank_in(group) == 0:
-        for rank, table in enumerate(tables):
-            for name, tensor in table.items():
-                if tensor.layout == Layout():
-                    tensor = replace(tensor, layout=Layout(first=rank))
-                merged.setdefault(name, tensor)
-        merged = spread(merged)
-    if group:
-        shared = [merged]
-        dist.broadcast_object_list(shared, src=0, group=group)
-        merged = shared[0]
-    return merged
-
-
-def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], content: Content, rank: int
-) -> tuple[File | None, int]:
-    """Write this rank's part of the tensors; return its file, and how many bytes are of tensors."""
-    regions = written_by(rank, tensors)
-    begin = header(tensors, regions)
+def _write_tensors(path: Path, plan: Any, planner: Any) -> tuple[File | None, int]:
+    """Write what a plan has for this rank; return its file, and how many bytes are of tensors."""
 
     def blocks() -> Iterator[bytes | memoryview]:
-        yield begin
-        for name, region in regions.items():
-            value = content.lookup(name)
-            planned = (region, f"torch.{tensors[name].dtype}", sizes_of(region))
-            found = (box_of(content.tensors[name]), str(value.dtype), tuple(value.shape))
-            if planned != found:
-                raise RuntimeError(f"{name}: {planned} was planned, and there is {found}")
-            block: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            yield memoryview(block)
-            let_go(content.tensors[name])
+        yield plan.storage_data
+        for item in plan.items:
+            value = planner.resolve_data(item).cpu().contiguous()
+            yield memoryview(value.reshape(-1).view(torch.uint8).numpy())
+            let_go(planner.tensors[item.index.fqn])
 
-    if not regions:
+    if not plan.items:
         return None, 0
-    expected = sum(tensors[name].bytes_of(sizes_of(region)) for name, region in regions.items())
+    parts = [(item.index.fqn, item.tensor_data.chunk.sizes) for item in plan.items]
+    expected = sum(planner.places[name].bytes_of(sizes) for name, sizes in parts)
     file = File(*store.write_and_sum(path, blocks(), expected))
-    return file, file.size - len(begin)
+    return file, file.size - len(plan.storage_data)
 
 
 def to_json(value: Any) -> bytes:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import cleanup, commit, status, transfer
 from titanlite.checkpoint.manifest import Base, committed, point_latest, step_folder
+from titanlite.checkpoint.owner import Owner
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.checkpoint.shared import require_shared
 from titanlite.checkpoint.state import TrainingState
-from titanlite.checkpoint.writer import Writer
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.run_folder import new_archive_folder
@@ -44,7 +44,7 @@ class CheckpointFolder:
         """What has the weights that a save leaves out, once the start is loaded."""
         self.complete = set[int]()
         """Steps that were found complete, and are not looked at again."""
-        self.writer: Writer | None = None
+        self.owner: Owner | None = None
         """On rank 0 of a run that saves into a bucket."""
         if self.settings.enable:
             if is_remote(self.root):
@@ -60,23 +60,23 @@ class CheckpointFolder:
         self.root.is_dir()
         self._has_locks = self.rank_info.rank == 0
         if self._has_locks:
-            self.writer = Writer(self.root, self.rank_info.host)
+            self.owner = Owner(self.root, self.rank_info.host)
             transfer.fetch_metrics(self.root, self._outer)
 
     @property
     def run_name(self) -> str:
         """Return what a manifest names this run, nothing outside of a bucket."""
-        return self.writer.name if self.writer else ""
+        return self.owner.name if self.owner else ""
 
     def confirm(self) -> None:
         """Raise if another run uses the place by now."""
-        if self.writer:
-            self.writer.require_alone()
+        if self.owner:
+            self.owner.require_alone()
 
     def note(self, step: int) -> None:
         """On rank 0, write down what the bucket has."""
-        if self.writer:
-            self.writer.known.add(step)
+        if self.owner:
+            self.owner.known.add(step)
             status.record(self.job.config, self.root, step)
 
     def renew_group(self) -> None:
@@ -101,16 +101,16 @@ class CheckpointFolder:
         before a rewind, out of the folder.
         """
         point_latest(self.root, step)  # a killed run may have left it behind
-        if self.writer:
-            later_steps = sorted(later for later in self.writer.known if later > step)
+        if self.owner:
+            later_steps = sorted(later for later in self.owner.known if later > step)
         else:
             later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
         store.write(self.root / REWIND, f"{step}\n".encode())
-        if self.writer:
+        if self.owner:
             transfer.set_aside(self.root, later_steps, self.log)
-            self.writer.known -= {*later_steps}
+            self.owner.known -= {*later_steps}
             status.note(self.job.config, step)
         else:
             self._archive(later_steps)

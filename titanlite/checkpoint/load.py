@@ -1,22 +1,17 @@
 """Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
 tensor is changed.
-
-Nothing is unpickled except the tensors of format 1, by torch.load(weights_only=True); their
-.metadata, a pickle, is never opened.
 """
 
-import io
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import run_on_all_ranks
@@ -30,22 +25,22 @@ from titanlite.checkpoint.manifest import (
     Position,
     Unreadable,
     faults,
+    is_foreign,
     read_manifest,
     read_state,
     step_folder,
 )
-from titanlite.checkpoint.places import Chunk
+from titanlite.checkpoint.read import dtype_of, read
 from titanlite.checkpoint.resume import DATA, Resume, excluded
 from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.rules import differences, require_step
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.parallel.dtensor import box_of, let_go, local_part
-from titanlite.registry import Box
 from titanlite.registry.lora import is_adapter
-from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
+
+_FLOAT = re.compile("^(b?float(16|32|64))")
 
 
 def latest_verified(
@@ -80,10 +75,18 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
     )
 
 
+def newest(path: Path, group: dist.ProcessGroup) -> tuple[Path, bool]:
+    """Return the newest checkpoint in a folder of them or of a run, or the place itself, and
+    whether it is of another program, as rank 0 sees them.
+    """
+    found = newest_of(path) if rank_in(group) == 0 else None
+    name, is_others = gather_objects((f"{found}", bool(found and is_foreign(found))), group)[0]
+    return place(name), is_others
+
+
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
     """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
-    found = str(newest_of(path)) if rank_in(group) == 0 else ""
-    folder = place(gather_objects(found, group)[0])
+    folder, _ = newest(path, group)
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 
@@ -137,7 +140,7 @@ def _verify(
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
     """Load a checkpoint into the live tensors, all of it or nothing."""
-    manifest, folder, exclude = resume.manifest, resume.folder, resume.exclude
+    manifest, folder, exclude = resume.foreign or resume.manifest, resume.folder, resume.exclude
     assert manifest and folder
     tensors = state.chosen(not resume.continues, manifest.base is None)
     saved = {
@@ -151,6 +154,11 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
     check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
+    if resume.foreign and not resume.continues:  # which casts weights as it reads them
+        saved, wanted = (
+            {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
+            for side in (saved, wanted)
+        )
     if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
@@ -167,7 +175,12 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
             f"{some_of(found)}"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}
-    read(folder, manifest, tensors, group)
+    if resume.foreign:
+        fill = partial(resume.foreign.fill, tensors)
+        run_on_all_ranks(group, f"reading {folder}", fill, UserError)
+    else:
+        assert resume.manifest
+        read(folder, resume.manifest, tensors, group)
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 
@@ -203,68 +216,3 @@ def load_tensors(
     }
     read(folder, manifest, tensors, group=None)
     return tensors
-
-
-def read(
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Fill tensors, or this rank's parts of them, from the files that hold these regions."""
-
-    def read_files() -> None:
-        wanted: dict[str, list[tuple[str, Box, Chunk]]] = defaultdict(list)
-        for name, tensor in tensors.items():
-            if not local_part(tensor).numel():
-                continue
-            own = box_of(tensor)
-            entry = manifest.tensors.get(name)
-            if entry is None or entry.shape != tensor.shape:
-                raise CorruptCheckpoint(f"{folder} has no {name} of shape {[*tensor.shape]}")
-            for chunk in entry.chunks_in(own):
-                if chunk.file not in manifest.files:
-                    raise CorruptCheckpoint(
-                        f"{folder}: {name} is in {chunk.file}, which is not part of the checkpoint"
-                    )
-                wanted[chunk.file].append((name, own, chunk))
-        is_listed = manifest.format == 1
-        with transfer.fetched(folder, manifest, wanted) as source:
-            for file_name, chunks in wanted.items():
-                path = source / file_name
-                opened: Any = store.reading(path) if is_listed else safe_open(path, framework="pt")
-                with opened as file:
-                    for name, own, chunk in chunks:
-                        stored = _unpickle(file, chunk) if is_listed else file.get_slice(name)
-                        _fill(local_part(tensors[name]), own, stored, chunk)
-                        let_go(tensors[name])
-
-    with torch.no_grad():
-        run_on_all_ranks(group, f"reading {folder}", read_files)
-    transfer.forget(folder, manifest)
-
-
-def _unpickle(file: BinaryIO, chunk: Chunk) -> torch.Tensor:
-    """Read a chunk of format 1, which torch.save wrote."""
-    file.seek(chunk.offset)
-    block = io.BytesIO(file.read(chunk.length))
-    return torch.load(block, map_location="cpu", weights_only=True)
-
-
-def _fill(local: torch.Tensor, own: Box, stored: Any, chunk: Chunk) -> None:
-    """Copy the values that a stored chunk has of this rank's region of a tensor."""
-    inside, outside = list[slice](), list[slice]()
-    for begin, size, held in zip(chunk.offsets, chunk.sizes, own, strict=True):
-        start = max(begin, held.start)
-        stop = min(begin + size, held.stop)
-        inside.append(slice(start - begin, stop - begin))
-        outside.append(slice(start - held.start, stop - held.start))
-    local[tuple(outside)].copy_(stored[tuple(inside) or ...])
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch type that a manifest names."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CorruptCheckpoint(f'"{name}" is not a tensor type')
-    return dtype

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from titanlite.checkpoint.places import ListedTensor, Tensor
+from titanlite.checkpoint.places import Tensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
@@ -27,8 +27,9 @@ MANIFEST, STATE, CONFIG, ENVIRONMENT = (
     "config.toml",
     "environment.json",
 )
+DCP_METADATA = ".metadata"
+"""What torch's DCP writes last, as TorchTitan's checkpoints have it."""
 FORMAT = 2
-"""Format 1 listed each part of each tensor; it is read, and not written."""
 _HEAD = b'{"crc32":%d,"manifest":'
 
 
@@ -74,7 +75,7 @@ class Manifest:
     weights_only: bool
     """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
-    tensors: dict[str, Tensor | ListedTensor]
+    tensors: dict[str, Tensor]
     format: int = FORMAT
     attempt: str = ""
     """The folder next to the manifest that has the files, where a run saves into a bucket."""
@@ -155,37 +156,53 @@ def committed(root: Path) -> list[int]:
 
 
 FOREIGN = (
-    "a checkpoint in torch's DCP format, as TorchTitan writes, which titanlite does not read. "
-    "Weights can be converted: TorchTitan's checkpoint.last_save_in_hf (or convert_to_hf), the "
-    "model's config.json put into that folder, "
-    "then --model.flavor hf --checkpoint.initial_load_path FOLDER; optimizer states cannot"
+    "a checkpoint in torch's DCP format, as TorchTitan writes. A run starts from it by "
+    "--checkpoint.initial_load_path {}, and goes on with its optimizer and step by "
+    "--checkpoint.no_initial_load_model_only too (docs/from-torchtitan.md)"
 )
 
 
-def is_foreign(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of torch's own format, without any document of
-    titanlite's.
+def is_foreign(path: Path) -> bool:
+    """Return whether a place is a checkpoint of torch's own format, without any document of
+    titanlite's: its folder, or a file that torch made of it.
     """
-    own = any(store.exists(folder / name) for name in (MANIFEST, STATE, CONFIG))
-    return store.exists(folder / ".metadata") and not own
+    if not store.exists(path / DCP_METADATA):
+        return path.is_file()
+    return not any(store.exists(path / name) for name in (MANIFEST, STATE, CONFIG))
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether torch's DCP has written here and not ended: its .metadata comes last."""
+    names = store.list_folder(path)
+    has_shards = any(name.endswith(".distcp") for name in names)
+    return has_shards and not {DCP_METADATA, MANIFEST} & names.keys()
 
 
 def read_manifest(folder: Path, outline: bool = False) -> Manifest:
     """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
     written.
 
-    An outline is without tensors, whose entries in format 1 grow with tensors x ranks: the bytes
-    are summed, which other threads do not wait for, but not parsed.
+    An outline is without tensors, most of its bytes: they are summed, which other threads do not
+    wait for, but not parsed.
     """
     try:
         raw = store.read(folder / MANIFEST)
     except FileNotFoundError:
         if is_foreign(folder):
-            raise CorruptCheckpoint(f"{folder}: {FOREIGN}") from None
+            raise CorruptCheckpoint(f"{folder}: {FOREIGN.format(folder)}") from None
+        if is_torn(folder):
+            raise CorruptCheckpoint(
+                f"{folder} is not a complete checkpoint: torch's DCP was writing it and did not "
+                f"end, there is no {DCP_METADATA}; name an earlier step"
+            ) from None
         hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(
             folder / "config.json"
         )
-        why = f"it has no {MANIFEST}{hint}" if store.exists(folder) else "there is no such folder"
+        why = (
+            f"it has no {MANIFEST}, nor torch's {DCP_METADATA}{hint}"
+            if store.exists(folder)
+            else "there is no such folder"
+        )
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
         raise Unreadable(folder / MANIFEST, error) from None

@@ -37,17 +37,6 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A region of a tensor, and the file that holds it; in format 1 with its bytes' place there."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int = 0
-    length: int = 0
-
-
-@dataclass(frozen=True)
 class Layout:
     """The ranks that write a tensor, and how they split it.
 
@@ -135,29 +124,8 @@ class Tensor:
     def placement(self) -> str:
         return self.layout.placement
 
-    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
-        """Yield the stored chunks that overlap a region, which is not empty."""
-        for rank, region in self.layout.parts(self.shape, wanted):
-            yield Chunk(tuple(each.start for each in region), sizes_of(region), rank_file(rank))
-
     def bytes_of(self, sizes: Sequence[int]) -> int:
         return prod(sizes) * TYPES[self.dtype][1]
-
-
-@dataclass(frozen=True)
-class ListedTensor:
-    """A tensor in a manifest of format 1, which lists the parts of each."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    placement: str
-    chunks: tuple[Chunk, ...]
-
-    def chunks_in(self, wanted: Box) -> Iterator[Chunk]:
-        for chunk in self.chunks:
-            bounds = zip(chunk.offsets, chunk.sizes, wanted, strict=True)
-            if all(at < own.stop and own.start < at + size for at, size, own in bounds):
-                yield chunk
 
 
 def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

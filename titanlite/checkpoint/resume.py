@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,10 @@ from titanlite.config.job import Job
 from titanlite.config.schema import Lora
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
-from titanlite.registry import ModelSpec
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
+    from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 
 DATA = "data"
 """Stands for the position in the data in checkpoint.exclude_from_loading."""
@@ -42,6 +41,7 @@ class Resume:
     manifest: Manifest | None = None
     """Of a checkpoint."""
     hf: "HuggingFaceFolder | None" = None
+    foreign: "TorchTitanCheckpoint | None" = None
     continues: bool = False
     """Load the whole state and continue at `position`; otherwise load only weights, for step 0."""
     position: Position = Position()
@@ -52,13 +52,13 @@ class Resume:
     guard: dict[str, Any] = field(default_factory=dict)
     """The state of the guard of steps, which judges the next ones by the last."""
     metrics: dict[str, int] = field(default_factory=dict)
-    """Size and checksum of what metrics.jsonl held; versions before wrote none."""
+    """Size and checksum of what metrics.jsonl held."""
     exclude: Sequence[str] = ()
     """Patterns of names that are not loaded."""
 
     @property
     def seed(self) -> int | None:
-        return self.position.seed if self.continues else None
+        return self.position.seed if self.continues and not self.foreign else None
 
     @property
     def consumed(self) -> int:
@@ -67,12 +67,11 @@ class Resume:
 
     def check_data(self, seed: int, fingerprint: str) -> None:
         """Refuse to continue in other data, or in another order of it."""
-        if not self.continues or excluded(DATA, self.exclude):
+        if not self.continues or self.foreign or excluded(DATA, self.exclude):
             return
         saved = self.position
         start_over = f'or start the data over with checkpoint.exclude_from_loading = ["{DATA}"]'
-        # Older ones lack the content.
-        if saved.fingerprint not in (fingerprint, fingerprint.partition("+")[0]):
+        if saved.fingerprint != fingerprint:
             raise UserError(
                 f"the data of [training] has the fingerprint {fingerprint}, but {self.folder} was "
                 f"trained on {saved.fingerprint}: use the same text, tokenizer, training.seq_len "
@@ -96,6 +95,8 @@ class Resume:
         """Return lines for the log: differences of this run from the saved one."""
         if not self.continues or self.folder is None:
             return []
+        if self.foreign:
+            return [self._of_another_program()]
         before = read_document(self.folder, CONFIG).decode()
         changed = toml_differences(before, to_toml(job.given))
         shown = ", ".join(
@@ -108,14 +109,8 @@ class Resume:
             since = f"config changed since step {self.position.step}"
             lines.append(f"{since} (new values apply): {shown}")
         environment = json.loads(read_document(self.folder, ENVIRONMENT))
-        if "lr_formula" not in environment:
-            earlier = "step / (warmup_steps + 1) and a decay of one step more"
-            lines.append(
-                f"learning rates are TorchTitan's from here on; earlier steps had {earlier}"
-            )
         new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
-        # Versions before had one stage.
-        is_split_anew = environment.get("stages", new_stages) != new_stages
+        is_split_anew = environment["stages"] != new_stages
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(
             tomllib.loads(before)["training"], old_mesh, job.given.training, job.batch
@@ -134,6 +129,15 @@ class Resume:
             )
         return lines
 
+    def _of_another_program(self) -> str:
+        """Return the line about what could not come over."""
+        return (
+            "what TorchTitan's checkpoint cannot bring: the position in the data, which each of "
+            "its ranks has in an order of its own, and the config. Data begins at sample "
+            f"{self.consumed:,} (step x global batch) of titanlite's order, a stream at its "
+            "beginning; the model's fields and the optimizer's settings are this config's"
+        )
+
 
 def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
     """Refuse adapters that were scaled otherwise, which no shape shows; return `exclude` without
@@ -151,14 +155,6 @@ def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
     return [pattern for pattern in exclude if not (lora.rank and pattern == ALPHA)]
 
 
-def saved_model(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of the model that a checkpoint's weights belong to.
-
-    None if they are not known any more.
-    """
-    fields = json.loads(read_document(folder, ENVIRONMENT)).get("model")
-    given = tomllib.loads(read_document(folder, CONFIG).decode())["model"]
-    # A checkpoint from before fields were saved: what its flavor means today.
-    with suppress(UserError):
-        return fields or asdict(spec.configure(given["flavor"], given["overrides"]))
-    return {}
+def saved_model(folder: Path) -> dict[str, Any]:
+    """Return the fields of the model that a checkpoint's weights belong to."""
+    return json.loads(read_document(folder, ENVIRONMENT))["model"]

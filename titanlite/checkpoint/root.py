@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import CONFIG, MANIFEST, committed, step_folder, step_of
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    MANIFEST,
+    committed,
+    is_torn,
+    step_folder,
+    step_of,
+)
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import tomllib
 from titanlite.runtime import store
@@ -30,8 +37,12 @@ def saved_root(dump_folder: Path) -> str:
 
 
 def newest_of(path: Path) -> Path:
-    """Return the newest of a place's checkpoints, or the place itself if it has none."""
-    return [path, *checkpoints_of(path)][-1]
+    """Return the newest of a place's checkpoints, or the place itself if it has none.
+
+    One that another program was writing when it died counts only if there is no other.
+    """
+    found = [path, *checkpoints_of(path)]
+    return next((each for each in reversed(found[1:]) if not is_torn(each)), found[-1])
 
 
 def checkpoints_of(path: Path) -> list[Path]:

@@ -6,9 +6,9 @@ step.
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint import cleanup, commit
 from titanlite.checkpoint.folder import CheckpointFolder
@@ -28,34 +29,48 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.state import Tensors, TrainingState
+from titanlite.checkpoint.plan import Planner, nested
+from titanlite.checkpoint.stager import Stager
+from titanlite.checkpoint.state import TrainingState
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import begin_of_metrics, describe_environment
-from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.page import OWN_PAGE, phase
 
 FIRST_SECONDS = 60
 """Until the first save where its cost sets the interval, which is never shorter."""
 
 
-class PendingSave(threading.Thread):
-    """The thread of a save, which runs `write(this thread, content)`; `error` is what ended it."""
+class PendingSave(commit.Writer):
+    """A save that is in progress, or has ended."""
 
-    error: BaseException | None = None
     warning = ""
 
-    def __init__(self, write: Callable[..., None], content: commit.Content) -> None:
-        super().__init__(name="checkpoint", daemon=True, target=write, args=(self, content))
+    def __init__(
+        self, folder: CheckpointFolder, content: commit.Content, write: Callable[..., Any]
+    ) -> None:
+        super().__init__(folder.root, content, folder.group)
         self.step = content.step
         self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
         """Seconds that training waited, that the copy took, and that the write took."""
+        self.begun = time.monotonic()
+        self.ended = Future[Any]()
+        self._write = write
 
-    def run(self) -> None:
-        try:
-            super().run()
-        except BaseException as error:
-            self.error = error
+    def write_data(self, plan: dcp.SavePlan, planner: Any) -> Any:
+        return self._write(self, partial(super().write_data, plan, planner))
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it."""
+        error = self.ended.exception() if self.ended.done() else None
+        return error and commit.cause(error)
+
+    def is_alive(self) -> bool:
+        return not self.ended.done()
+
+    def join(self) -> None:
+        wait([self.ended])
 
 
 class Saver:
@@ -72,8 +87,8 @@ class Saver:
         self.records: list[PendingSave] = []
         """Saves that were committed and not yet logged; the trainer takes them out."""
         self._pending: PendingSave | None = None
-        self._host_memory: Tensors = {}
-        self._copied: Any = None  # with page-locked memory, the event of the end of the last copy
+        self._stager: Stager | None = None
+        self._planners: dict[bool, Planner] = {}
         self._last_save = time.monotonic()
         self._auto_seconds = math.inf
         if self.settings.interval == "auto":
@@ -140,60 +155,46 @@ class Saver:
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
         if self._rank == 0:
             document["metrics"] = begin_of_metrics(Path(self._job.config.job.dump_folder), -1)
-        copies = {name: local_part(tensor) for name, tensor in tensors.items()}
-        asynchronous = self.settings.async_mode != "disabled"
-        staging = 0.0
-        if asynchronous:
-            copying = time.monotonic()
-            copies = self._copy(copies, state)
-            staging = time.monotonic() - copying
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
         place = self._folder.confirm, self._folder.run_name, base
-        content = commit.Content(
-            step, tensors, copies.__getitem__, payload, make_documents, weights_only, *place
-        )
-        pending = PendingSave(self._write, content)
-        self._pending = pending
-        pending.costs["staging"] = staging
-        pending.start()
-        pending.join(timeout=0 if asynchronous else None)
+        content = commit.Content(step, payload, make_documents, weights_only, *place)
+        pending = self._pending = PendingSave(self._folder, content, self._write)
+        planner = self._planners.setdefault(weights_only, Planner(self._folder.group))
+        asynchronous = self.settings.async_mode != "disabled"
+        given: Any = nested(tensors), {"storage_writer": pending, "planner": planner}
+        try:
+            self._start(pending, state, *given)
+        except BaseException as error:
+            pending.ended.set_exception(error)
+            if asynchronous:  # the copy failed, and other ranks do not wait for it
+                raise
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
             self.finish_save()
 
-    def _copy(self, tensors: Tensors, state: TrainingState) -> Tensors:
-        """Return copies in host memory that the next save uses again.
+    def _start(
+        self, pending: PendingSave, state: TrainingState, tensors: Any, given: dict[str, Any]
+    ) -> None:
+        """Start a save, or without async_mode take it to its end."""
+        if self.settings.async_mode == "disabled":
+            commit.alone(dcp.save, tensors, **given)
+            pending.ended.set_result(None)
+            return
+        stager = self._stager = self._stager or self._new_stager(state)
+        pending.ended = commit.alone(dcp.async_save, tensors, async_stager=stager, **given)  # type: ignore[assignment]
+        pending.costs["staging"] = stager.seconds
 
-        Page-locked ones are made while training goes on.
-        """
+    def _new_stager(self, state: TrainingState) -> Stager:
         pinned = self.settings.async_mode == "async_with_pinned_mem"
+        # Which alone a forward pass may change.
         buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
-        later = []
-        for name, tensor in tensors.items():
-            copy = self._host_memory.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned
-                )
-                self._host_memory[name] = copy
-            if pinned and name not in buffers:  # which alone a forward pass may change
-                later.append((copy, tensor.detach()))
-            else:
-                copy.copy_(tensor.detach(), non_blocking=pinned)
-        if pinned:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for copy, tensor in later:
-                    copy.copy_(tensor, non_blocking=True)
-            self._copied = stream.record_event()
-        return {name: self._host_memory[name] for name in tensors}
+        return Stager(self._device if pinned else None, buffers)
 
     def before_update(self) -> None:
         """Make the optimizer's step wait for a copy of the state in progress."""
-        if self._copied:
-            self._copied.wait()
+        if self._stager:
+            self._stager.wait()
 
     def _documents(self, document: dict[str, Any], payloads: list[Any]) -> dict[str, bytes]:
         """Return the files that lie next to the tensors."""
@@ -206,26 +207,27 @@ class Saver:
             ENVIRONMENT: commit.to_json(environment),
         }
 
-    def _write(self, pending: PendingSave, content: commit.Content) -> None:
+    def _write(self, pending: PendingSave, commit_step: Callable[[], Any]) -> Any:
         """In the thread: commit, then delete old checkpoints."""
-        began = time.monotonic()
-        root = self._folder.root
         group = self._folder.group
-        if self._copied:
-            with torch.cuda.device(self._device):  # or it would open a context on the first GPU
-                self._copied.synchronize()
-        commit.commit(root, content, group)
-        OWN_PAGE.saved = content.step
-        pending.costs["write"] = time.monotonic() - began
+        staging = 0.0
+        if self._stager:
+            self._stager.synchronize()
+            staging = self._stager.seconds
+        done = commit_step()
+        OWN_PAGE.saved = pending.step
+        pending.costs["write"] = time.monotonic() - pending.begun - staging
         if self._rank == 0:
             try:
-                self._folder.note(content.step)
+                self._folder.note(pending.step)
+                root = self._folder.root
                 keep = self.settings.keep_latest_k, self.settings.keep_every
                 for old_step in steps_to_delete(root, *keep, self._folder.complete):
                     cleanup.delete(step_folder(root, old_step))
             except (OSError, UserError) as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
+        return done
 
     @phase("save")
     def finish_save(self) -> None:
@@ -264,6 +266,7 @@ class Saver:
             raise RunFailed(f'{message} (checkpoint.on_failure = "warn" would continue)')
         self._log.warning(f"{message}; training continues")
         self._folder.renew_group()
+        self._planners = {}
 
     def _record_success(self, pending: PendingSave) -> None:
         self._pending = None

@@ -5,6 +5,7 @@ All ranks call every function together.
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +14,11 @@ from titanlite.checkpoint import base, load
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
+from titanlite.checkpoint.manifest import Position
 from titanlite.checkpoint.resume import Resume, check_alpha, saved_model
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
+from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import restore_metrics
 from titanlite.runtime.bucket import place
@@ -42,12 +45,33 @@ def find(folder: CheckpointFolder) -> Resume:
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
         resume = Resume(path, hf=hf)
     elif resume is None and settings.initial_load_path:
-        resume = load.at_path(path, full, group, settings.initial_load_model_only)
+        path, is_others = load.newest(path, group)
+        if is_others:
+            resume = _from_torchtitan(folder, path)
+        else:
+            resume = load.at_path(path, full, group, settings.initial_load_model_only)
     if resume and resume.manifest and resume.folder:
-        saved = saved_model(resume.folder, job.spec)
+        saved = saved_model(resume.folder)
         exclude = check_model(resume.folder, saved, job.spec, job.model, exclude)
         exclude = check_alpha(resume.folder, job.config.lora, exclude)
     return replace(resume or Resume(), exclude=exclude)
+
+
+def _from_torchtitan(folder: CheckpointFolder, path: Path) -> Resume:
+    """Open a checkpoint of TorchTitan, whose samples are taken for those of this run's batches."""
+    job = folder.job
+    read = partial(TorchTitanCheckpoint, path, job.spec, job.model)
+    foreign = run_on_all_ranks(folder.group, "checkpoint.initial_load_path", read, UserError)
+    if job.config.checkpoint.initial_load_model_only:
+        return Resume(path, foreign=foreign)
+
+    def progress() -> tuple[int, int, dict[str, float]]:
+        return *foreign.progress, foreign.numbers
+
+    key = "checkpoint.initial_load_path"
+    step, tokens, numbers = run_on_all_ranks(folder.group, key, progress, UserError)
+    position = Position(step, tokens, step * job.batch.total)
+    return Resume(path, foreign=foreign, continues=True, position=position, numbers=numbers)
 
 
 def find_before(folder: CheckpointFolder, step: int) -> Resume:
@@ -89,7 +113,7 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
-        if resume.metrics and (notice := restore_metrics(folder.job.config, resume.metrics)):
+        if notice := restore_metrics(folder.job.config, resume.metrics):
             log.info(notice)
     dist.barrier(folder.group)
     log.info(f"resumed step {step} from {resume.folder}")

@@ -45,7 +45,7 @@ class Checkpoint(Section):
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Only()] = ""
     """Checkpoint, folder of them or dump folder to start from if there is nothing to resume; also a
-    URL."""
+    URL, or TorchTitan's."""
     initial_load_in_hf: Annotated[bool, Only()] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
     reads it."""

@@ -11,21 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import (
-    CorruptCheckpoint,
-    faults,
-    read_manifest,
-    step_folder,
-)
-from titanlite.checkpoint.root import checkpoint_root, newest_of, saved_root
-from titanlite.checkpoint.rules import require_step
-from titanlite.checkpoint.status import in_bucket, look, times
+from titanlite.checkpoint.status import look
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
+from titanlite.launch.start import check_start
 from titanlite.launch.terminal import say
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime.bucket import BucketError
@@ -75,7 +68,7 @@ def check_machine(
         _check_without_model(check, job, device, prepared)
         check(_check_bucket, job.config)  # of each node: they may share no folder
         if first_node:
-            check(_check_start, job.config, job)
+            check(check_start, job.config, job)
         if built := check(build_model, job):
             prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
@@ -137,7 +130,7 @@ def file_faults(loaded: Loaded) -> list[ConfigFault]:
         text_key = config.training.text_key
         checks.append((find_documents, section, part.dataset, part.dataset_path, text_key))
     if config.checkpoint.load_step == -1:
-        checks.append((_check_start, config))
+        checks.append((check_start, config))
     for function, *arguments in checks:
         try:
             function(*arguments)
@@ -242,53 +235,12 @@ def _check_dump_folder(folder: Path) -> None:
         raise UserError(f'job.dump_folder = "{folder}": {why}') from None
 
 
-def _check_start(config: JobConfig, job: Job | None = None) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
-    of Hugging Face's folders only if they are missing.
-    """
-    settings = config.checkpoint
-    steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
-    if settings.enable and settings.load_step != -1:
-        if in_bucket(config):
-            return  # it is looked for there
-        root = checkpoint_root(config)
-        require_step(root, settings.load_step, sorted(steps))
-        _require_complete(
-            "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
-        )
-    elif "://" in settings.initial_load_path + saved_root(path):
-        return  # no bucket is opened here
-    elif settings.initial_load_in_hf and not steps:
-        from titanlite.checkpoint.hf.load import HuggingFaceFolder
-
-        try:
-            if job:
-                HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
-            elif not path.is_dir():
-                raise UserError(f"{path} does not exist")
-        except UserError as error:
-            raise UserError(f"{error}", "checkpoint.initial_load_path") from None
-    elif settings.initial_load_path and not steps:
-        _require_complete(
-            "checkpoint.initial_load_path", newest_of(path), not settings.initial_load_model_only
-        )
-
-
 def _check_bucket(config: JobConfig) -> None:
     """Raise if the bucket of the checkpoints cannot be used."""
     try:
         look(config)
     except BucketError as error:
         raise UserError(f"checkpoint.folder: {error}") from None
-
-
-def _require_complete(key: str, folder: Path, resumable: bool) -> None:
-    try:
-        problems = faults(folder, read_manifest(folder, outline=True), resumable=resumable)
-    except (CorruptCheckpoint, OSError) as error:
-        problems = [str(error)]
-    if problems:
-        raise UserError("; ".join(problems[:8]), key)
 
 
 def _check_triton(key: str) -> None:

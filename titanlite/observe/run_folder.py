@@ -120,7 +120,6 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
         "stages": [" ".join(names) for names in job.stages.names],
         "model": asdict(job.model),
         "seed": seed,
-        "lr_formula": "warm-up step / warmup_steps",
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from titanlite.checkpoint.commit import layout_of
+from titanlite.checkpoint.layouts import layout_of
 from titanlite.config.job import Job
 from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import few_of, format_table

@@ -11,6 +11,7 @@ from titanlite.registry.hf import (
     FusedSlice,
     HuggingFace,
     Rotary,
+    TorchTitan,
     Transposed,
     WeightTransform,
 )

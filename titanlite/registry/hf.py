@@ -86,6 +86,18 @@ class FusedSlice:
     dim: int = 0
 
 
+@dataclass(frozen=True)
+class TorchTitan:
+    """A model's weights in TorchTitan's checkpoints, as far as they differ from ours."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """How some names end there, by how ours do."""
+    rotates_halves: bool = False
+    """Rotary weights are in Hugging Face's order there, to which the table's transforms lead."""
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of float32 tensors that are there and stay zero, and are not here."""
+
+
 class Conversion(Protocol):
     """Parameters that are other tensors in a folder."""
 

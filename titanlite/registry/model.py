@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titanlite.errors import UserError
 from titanlite.registry.flavor import configured
-from titanlite.registry.hf import FusedSlice, HuggingFace, WeightTransform
+from titanlite.registry.hf import FusedSlice, HuggingFace, TorchTitan, WeightTransform
 
 if TYPE_CHECKING:
     import torch
@@ -178,6 +178,7 @@ class ModelSpec:
     """Why each rank computes with the whole model, if nothing but data parallel may split it."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
+    torchtitan: Callable[[Any], TorchTitan] = lambda flavor: TorchTitan()
     parameters: Callable[[Any], int] | None = None
     """The number of a flavor's parameters, for `titanlite models`, which does not build it."""
     active_parameters: Callable[[Any], int] | None = None

@@ -21,7 +21,6 @@ from titanlite.errors import UserError
 from titanlite.runtime.bucket import BucketPath
 
 is_writable = partial(os.access, mode=os.W_OK)
-reading = partial(Path.open, mode="rb")
 
 
 def make_folder(folder: Path) -> None:

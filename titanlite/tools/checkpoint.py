@@ -299,9 +299,10 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {
             "FOLDER": _PLACE,
             "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
-            "--format hf|safetensors|peft": (
+            "--format hf|safetensors|peft|torchtitan|dcp": (
                 "hf: for transformers, with adapters added (default); safetensors: the tensors as "
-                "the checkpoint names them; peft: the adapters alone, for peft",
+                "the checkpoint names them; peft: the adapters alone, for peft; torchtitan: a "
+                "checkpoint that TorchTitan 0.2.2 resumes; dcp: the same tensors alone",
                 str,
                 "hf",
             ),
@@ -331,7 +332,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "copy checkpoints between folders and object stores, verified",
         "cp outputs s3://bucket/run",
         {
-            "FROM": (f"{_PLACE[0]}; or a Hugging Face folder's URL", place),
+            "FROM": (f"{_PLACE[0]}; or the URL of a folder of Hugging Face or TorchTitan", place),
             "TO": (
                 "the folder or URL in which step-N will be, from a URL the dump folder of a run; "
                 "the copy of a Hugging Face folder",

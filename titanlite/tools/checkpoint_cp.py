@@ -9,6 +9,7 @@ from titanlite.checkpoint.manifest import (
     MANIFEST,
     committed,
     is_complete,
+    is_foreign,
     point_latest,
     step_folder,
 )
@@ -25,7 +26,7 @@ DEFAULT_FOLDER = Checkpoint().folder
 def copy(arguments: Namespace) -> int:
     """Run the sub-command."""
     given, root = arguments.__dict__["from"], arguments.to
-    if is_remote(given) and store.exists(given / "config.json"):
+    if is_remote(given) and (store.exists(given / "config.json") or is_foreign(given)):
         return copy_folder(given, root)
     if is_remote(given) and not is_remote(root):
         root = _where_a_run_looks(root)

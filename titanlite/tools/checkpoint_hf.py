@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import (
     is_foreign,
 )
 from titanlite.checkpoint.resume import saved_model
+from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
@@ -32,6 +33,7 @@ from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
 from titanlite.runtime import hub, store
 from titanlite.runtime.bucket import is_remote
+from titanlite.tools.checkpoint_torchtitan import export_dcp
 from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
@@ -95,6 +97,13 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             write_export(target, tensors, documents, _counted(read, len(tensors), show))
             if manifest.base:
                 print_notice(f"the adapters alone; their base is {manifest.base.folder}")
+        elif arguments.format in ("torchtitan", "dcp"):
+            if arguments.dtype:
+                raise UserError(f"--dtype has no effect: {arguments.format} keeps each type")
+            names = Names(*_model(folder, config, arguments.package))
+            whole = arguments.format == "torchtitan"
+            fetch = _counted(read, len(manifest.tensors), show, "")
+            export_dcp(folder, manifest, target, config, names, fetch, whole)
         else:
             spec, flavor = _model(folder, config, arguments.package)
             translation = _translation(folder, manifest, spec, flavor)
@@ -120,7 +129,7 @@ def _refuse_existing(out: str) -> None:
 
 
 def _counted(
-    read: Callable[[str], torch.Tensor], total: int, show: Progress
+    read: Callable[[str], torch.Tensor], total: int, show: Progress, prefix: str = "model."
 ) -> Callable[..., torch.Tensor]:
     """Return a function that fetches a parameter, and shows how many are fetched."""
     fetched = set[str]()
@@ -128,7 +137,7 @@ def _counted(
     def fetch(name: str, owner: int = 0) -> torch.Tensor:
         fetched.add(name)
         show(len(fetched), total)
-        return read(f"model.{name}")
+        return read(f"{prefix}{name}")
 
     return fetch
 
@@ -145,10 +154,7 @@ def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, An
     spec = get_model(config.model.name, package)
     spec = replace(spec, adapters=Adapters.of(config.lora))
     # A flavor may have been edited since.
-    overrides = {
-        **config.model.overrides,
-        **saved_model(folder, spec),
-    }
+    overrides = {**config.model.overrides, **saved_model(folder)}
     return spec, spec.configure(config.model.flavor, overrides)
 
 
@@ -213,7 +219,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     if committed(target):
         raise UserError(f"{target} has checkpoints already; import into another folder")
     if is_foreign(source):
-        raise UserError(f"{source}: {FOREIGN}")
+        raise UserError(f"{source}: {FOREIGN.format(source)}")
     read_config(source)  # without one the error would name model.flavor
     config = load_valid(
         parse_command_line(_of_folder(source, [*overrides], os.environ), os.environ)
@@ -241,9 +247,11 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
 
 
 def copy_folder(source: Any, target: Path) -> int:
-    """Copy a Hugging Face folder from an object store; what a killed copy has brought stays."""
+    """Copy a folder of others from an object store; what a killed copy has brought stays."""
     if is_remote(target) or store.exists(target):
-        raise UserError(f"{target}: a Hugging Face folder is copied into a new folder here")
+        raise UserError(
+            f"{target}: a folder of Hugging Face or TorchTitan is copied into a new folder here"
+        )
     entries = source.below()
     sizes = {name: entry["size"] for name, entry in entries.items()}
     draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")

@@ -131,13 +131,8 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     manifest = whole_manifest(
         folder, None if job.config.checkpoint.verify_on_load == "full" else ()
     )
-    check_model(
-        folder,
-        saved_model(folder, job.spec),
-        job.spec,
-        job.model,
-        job.config.checkpoint.exclude_from_loading,
-    )
+    exclude = job.config.checkpoint.exclude_from_loading
+    check_model(folder, saved_model(folder), job.spec, job.model, exclude)
     model, _ = build_model(job)
     allocate(model, device)
     state = TrainingState([model], None, table={})
@@ -155,7 +150,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     folders = checkpoints_of(path)
     newest = [path, *folders][-1]
     if is_foreign(newest):
-        raise UserError(f"{newest}: {FOREIGN}")
+        raise UserError(f"{newest}: {FOREIGN.format(newest)}")
     if not folders:
         raise UserError(_why_none(path))
     return folders

@@ -77,7 +77,7 @@ def describe_start(trainer: Trainer) -> list[str]:
 
 def _rate_change(resume: Resume, config: JobConfig) -> str:
     """Return a line about a learning rate that changes by more than twice where a run resumes."""
-    if not (resume.continues and resume.folder):
+    if resume.foreign or not (resume.continues and resume.folder):
         return ""
     keys = [key for key in KEYS if key.startswith((*_OF_RATES, "lr_scheduler."))]
     saved = flatten(tomllib.loads(read_document(resume.folder, CONFIG).decode()))

@@ -232,7 +232,7 @@ class Trainer:
         """Start to read batches, from the sample after those consumed."""
         settings = self.job.config.training.dataloader
         loader = build_loader(self.data, self.rank_slice, self.consumed, None, settings)
-        if isinstance(loader, StreamLoader) and self.consumed:
+        if isinstance(loader, StreamLoader) and self.consumed and self.resume.streams:
             loader.load_state_dict(self.resume.stream_state(self.rank_slice.coordinate))
         self.batches = BatchPrefetcher(loader, self.device)
 

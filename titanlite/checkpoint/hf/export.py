@@ -23,8 +23,8 @@ from titanlite.checkpoint.commit import run_on_all_ranks, run_on_rank_0, staging
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
-from titanlite.checkpoint.load import dtype_of
 from titanlite.checkpoint.manifest import Manifest, export_folder
+from titanlite.checkpoint.read import dtype_of
 from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.lora import merge

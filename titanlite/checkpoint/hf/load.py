@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.commit import Content, commit, to_json
+from titanlite.checkpoint.commit import Content, Writer, alone, to_json
 from titanlite.checkpoint.hf.files import Reader
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.load import check_exclude_patterns
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
+from titanlite.checkpoint.plan import Planner, nested
 from titanlite.checkpoint.resume import excluded
 from titanlite.config.config_json import complete, config_faults, read_config
 from titanlite.errors import UserError, some_of
@@ -109,17 +111,19 @@ def to_checkpoint(
     }
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
-    def lookup(name: str) -> torch.Tensor:
-        if name in buffers:
-            return torch.zeros_like(buffers[name], device="cpu")
-        weight = source.read(name.removeprefix("model."))
-        return weight.to(tensors[name].dtype).contiguous()
+    class Source(Planner):
+        def lookup(self, name: str) -> torch.Tensor:
+            if name in buffers:
+                return torch.zeros_like(buffers[name], device="cpu")
+            weight = source.read(name.removeprefix("model."))
+            return weight.to(tensors[name].dtype).contiguous()
 
     documents = {
         STATE: to_json({"position": asdict(Position()), "numbers": {}, "streams": {}}),
         CONFIG: config.encode(),
         ENVIRONMENT: to_json(environment),
     }
-    content = Content(0, tensors | buffers, lookup, None, lambda _: documents, weights_only=True)
-    commit(root, content, group=None)
+    content = Content(0, None, lambda _: documents, weights_only=True)
+    state, writer = nested(tensors | buffers), Writer(root, content)
+    alone(dcp.save, state, storage_writer=writer, planner=Source())
     return step_folder(root, 0)

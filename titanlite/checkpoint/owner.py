@@ -15,7 +15,7 @@ from titanlite.runtime import store
 from titanlite.runtime.rank_files import STARTED
 
 
-class Writer:
+class Owner:
     """This run, as the bucket's steps tell it from others; on one rank."""
 
     def __init__(self, root: Path, host: str) -> None:

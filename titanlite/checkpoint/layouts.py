@@ -1,0 +1,83 @@
+"""Which parts of tensors the ranks of a group hold, as all of them agree on it."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.places import TYPES, Layout, Tensor, spread, written_by
+from titanlite.errors import UserError
+from titanlite.registry import Box
+from titanlite.runtime.distributed import gather_objects, rank_in
+
+
+def own_regions(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Box]:
+    """Return the regions that this rank would write: each is one rank's."""
+    return written_by(rank_in(group), agree(describe_all(tensors), group))
+
+
+def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    layouts: dict[Any, Layout] = {}
+    described = {}
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in TYPES:
+            raise UserError(f"{name} is of the type {dtype}, which checkpoints do not hold")
+        key = None
+        if isinstance(tensor, DTensor):
+            key = tensor.device_mesh, tensor.placements
+        if key not in layouts:
+            layouts[key] = layout_of(tensor)
+        described[name] = Tensor(tuple(tensor.shape), dtype, layouts[key])
+    return described
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
+    if not isinstance(tensor, DTensor):
+        return Layout()
+    splits, late = list[tuple[Any, int]](), list[tuple[Any, int]]()
+    for axis, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)  # every kind of shard has one
+        # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.
+        if hasattr(placement, "split_factor"):
+            late.insert(0, (dim, axis))
+        elif dim is not None:
+            splits.append((dim, axis))
+    ranks = tensor.device_mesh.mesh
+    strides = []
+    for axis, size in enumerate(ranks.shape):
+        line = ranks.movedim(axis, -1).reshape(-1, size)[0].tolist()
+        strides.append(line[1] - line[0] if size > 1 else 1)
+    names = tuple(tensor.device_mesh.mesh_dim_names or ())
+    first = int(ranks.min())
+    return Layout(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
+
+
+def agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return all ranks' tensors, as the lowest rank of each describes it, shared out over copies.
+
+    Ranks that describe theirs alike, all of a stage, send it once.
+    """
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    is_first = gather_objects(digest, group).index(digest) == rank_in(group)
+    tables = gather_objects(own if is_first else {}, group, only_rank_0=True)
+    merged: dict[str, Tensor] = {}
+    if rank_in(group) == 0:
+        for rank, table in enumerate(tables):
+            for name, tensor in table.items():
+                if tensor.layout == Layout():
+                    tensor = replace(tensor, layout=Layout(first=rank))
+                merged.setdefault(name, tensor)
+        merged = spread(merged)
+    if group:
+        shared = [merged]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        merged = shared[0]
+    return merged

@@ -1,0 +1,94 @@
+"""Read what torch's DCP says of a folder, and compare its files with that.
+
+`.metadata` is a pickle. Of it only the classes below are made; any other name in it is refused
+before anything is called, so that a folder of others runs no code.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path, PurePosixPath
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from titanlite.checkpoint.manifest import DCP_METADATA
+from titanlite.errors import UserError, first_line, some_of
+from titanlite.runtime import store
+from titanlite.runtime.bucket import is_remote
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": """Metadata BytesStorageMetadata
+        TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta
+        _MEM_FORMAT_ENCODING""",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what a `.metadata` of torch consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, "").split():
+            return resolve_name(f"{module}:{name}")
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath  # where it was saved
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise UserError(f"names {module}.{name}, which torch never writes there")
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a folder, with this unpickler."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.metadata = self._load()
+        if found := [*self._faults(self.metadata)]:
+            raise UserError(f"{folder} is not as it was written:{some_of(found)}")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def _load(self) -> Metadata:
+        path = self.folder / DCP_METADATA
+        if is_remote(path):
+            raise UserError(
+                f"{self.folder}: torch's DCP reads no bucket; copy it first: "
+                f"titanlite checkpoint cp {self.folder} FOLDER"
+            )
+        try:
+            metadata = _Unpickler(io.BytesIO(store.read(path))).load()
+            if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+                raise ValueError("no Metadata of files")
+            metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+            return metadata
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            raise UserError(f"{path}: damaged or not torch's: {first_line(error)}") from None
+
+    def _faults(self, metadata: Metadata) -> Iterator[str]:
+        """Yield files that are not there in their sizes, and tensors that are not stored whole."""
+        ends: dict[str, int] = {}
+        for place in metadata.storage_data.values():
+            end = place.offset + place.length
+            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+        present = store.list_folder(self.folder)
+        for name, end in sorted(ends.items()):
+            if name not in present:
+                yield f"{name}: missing"
+            elif (size := store.size(present[name])) != end:
+                yield f"{name}: {size:,} bytes, {end:,} were written"
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            if (stored := sum(prod(chunk.sizes) for chunk in entry.chunks)) != prod(entry.size):
+                yield f"{key}: {stored:,} of {prod(entry.size):,} numbers are stored"

@@ -1,0 +1,218 @@
+"""Start from a checkpoint of TorchTitan, on any mesh: each rank reads the regions that its shards
+hold, through torch's own reader.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from titanlite.checkpoint.places import sizes_of
+from titanlite.checkpoint.torchtitan.metadata import Reader
+from titanlite.checkpoint.torchtitan.names import Names
+from titanlite.errors import UserError, first_line, some_of
+from titanlite.parallel.dtensor import box_of, let_go, local_part
+from titanlite.registry import Box, ModelSpec
+from titanlite.runtime.bucket import is_remote
+
+Wanted = Mapping[str, tuple[Box, torch.Tensor]]
+"""By key, the region to read and the tensor to fill with it."""
+_TYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "bool")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it is stored."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Regions(DefaultLoadPlanner):
+    """Reads regions of tensors, and objects that hold no code."""
+
+    def __init__(self, wanted: Wanted, objects: list[str]) -> None:
+        super().__init__()
+        self._wanted, self._keys = wanted, objects
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._entries = metadata.state_dict_metadata if metadata else {}
+
+    def create_local_plan(self) -> LoadPlan:
+        items, nothing = list[ReadItem](), torch.Size((0,))
+        for key, (box, _) in self._wanted.items():
+            start = torch.Size(each.start for each in box)
+            chunk = ChunkStorageMetadata(start, torch.Size(sizes_of(box)))
+            entry = self._entries[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, entry, [chunk])
+        for key in self._keys:
+            index = MetadataIndex(key)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._wanted[read_item.dest_index.fqn][1]
+        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return target[tuple(slice(start, start + size) for start, size in bounds)]
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class Folder:
+    """A folder that torch's DCP wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = Reader(path)
+        entries = self._reader.metadata.state_dict_metadata
+        self.tensors = [
+            Stored(key, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        ]
+        self.objects = entries.keys() - {stored.key for stored in self.tensors}
+
+    def read(self, wanted: Wanted, objects: list[str]) -> dict[str, Any]:
+        """Fill tensors; return the objects of these keys."""
+        planner = Regions(wanted, objects)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there are no ranks
+                load({}, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as failed:  # which is no Exception
+            error, _ = next(iter(failed.failures.values()))
+            why = first_line(error)
+            if kind := re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error)):
+                why = f"has tensors of {kind[1]}, as quantized ones are; plain ones are read"
+            raise UserError(f"{self._reader.folder}: {why}") from None
+        return planner.objects
+
+
+class File:
+    """A file of torch.save, as dcp_to_torch_save makes of such a folder."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self._values = dict(_flat("", state))
+        except Exception as error:  # a damaged file raises anything
+            raise UserError(
+                f"{path}: no file of dcp_to_torch_save that can be read with weights_only: "
+                f"{first_line(error)}"
+            ) from None
+        self.tensors = [
+            Stored(key, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for key, value in self._values.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        self.objects = self._values.keys() - {stored.key for stored in self.tensors}
+
+    def read(self, wanted: Wanted, objects: list[str]) -> dict[str, Any]:
+        for key, (box, target) in wanted.items():
+            target.copy_(self._values[key][box or ...])
+        return {key: self._values[key] for key in objects}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+
+
+class TorchTitanCheckpoint:
+    """A checkpoint of TorchTitan, opened: tensors by our names, and how far the run is."""
+
+    base = None  # it holds all weights
+
+    def __init__(self, path: Path, spec: ModelSpec, flavor: Any) -> None:
+        is_file = not is_remote(path) and path.is_file()
+        self.path, self._source = path, File(path) if is_file else Folder(path)
+        self._names = Names(spec, flavor)
+        self.tensors: dict[str, Stored] = {}
+        """Those of weights, and of the optimizer for each weight."""
+        self._scalars: dict[str, Stored] = {}
+        for stored in self._source.tensors:
+            if name := self._names.ours(stored.key):
+                is_scalar = not stored.shape and name.startswith("optimizer.")
+                (self._scalars if is_scalar else self.tensors)[name] = stored
+        unread = [f"{s.key}: {s.dtype}" for s in self.tensors.values() if s.dtype not in _TYPES]
+        if unread:
+            raise UserError(f"{path} has tensors of types that are not read:{some_of(unread)}")
+        self._require_zeros()
+
+    def _require_zeros(self) -> None:
+        """Raise unless what this model lacks is zero."""
+        there = {stored.key: stored.shape for stored in self._source.tensors}
+        found = {key: torch.zeros(there[key]) for key in self._names.form.zeros if key in there}
+        whole = {key: tuple(slice(0, size) for size in value.shape) for key, value in found.items()}
+        self._source.read({key: (whole[key], value) for key, value in found.items()}, [])
+        if used := [key for key, value in found.items() if value.any()]:
+            raise UserError(
+                f"{self.path} has values that the model has no tensors for, as routers have biases "
+                f'with model.overrides.balance = "bias" alone:{some_of(used)}'
+            )
+
+    @cached_property
+    def progress(self) -> tuple[int, int]:
+        """The step, and the tokens seen by all ranks."""
+        keys = ["train_state.step", "train_state.ntokens_seen", "dataloader.world_size"]
+        found = self._source.read({}, [key for key in keys if key in self._source.objects])
+        if keys[0] not in found:
+            raise UserError(
+                f"{self.path} contains weights only and cannot be resumed: there is no {keys[0]}; "
+                "start from the weights with checkpoint.initial_load_model_only = true"
+            )
+        step, tokens, ranks = (found.get(key, 1) for key in keys)
+        return step, tokens * ranks  # TorchTitan counts those of a data-parallel rank
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """The optimizer's numbers, by our names."""
+        values = {name: torch.zeros(()) for name in self._scalars}
+        self._source.read({self._scalars[name].key: ((), values[name]) for name in values}, [])
+        return {name: value.item() for name, value in values.items()}
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's part of each of these tensors."""
+        wanted: dict[str, tuple[Box, torch.Tensor]] = {}
+        turned = []
+        for name, tensor in tensors.items():
+            stored, local = self.tensors[name], local_part(tensor).detach()
+            box, buffer = box_of(tensor), local
+            if not local.numel():
+                continue
+            for transform in self._names.via(name):
+                box, made, inverse = transform.source_region(box_of(tensor), stored.shape)
+                buffer = torch.empty(sizes_of(box), dtype=local.dtype)
+                turned.append((tensor, made, inverse, buffer))
+            wanted[stored.key] = box, buffer
+        self._source.read(wanted, [])
+        for tensor, made, inverse, buffer in turned:
+            pairs = zip(box_of(tensor), made, strict=True)
+            part = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
+            local_part(tensor).copy_(inverse.from_hf(buffer)[part])
+        for tensor in tensors.values():
+            let_go(tensor)

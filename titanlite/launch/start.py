@@ -1,0 +1,70 @@
+"""Look at what a run starts from, before its workers start."""
+
+from pathlib import Path
+
+from titanlite.checkpoint.manifest import (
+    CorruptCheckpoint,
+    faults,
+    is_foreign,
+    read_manifest,
+    step_folder,
+)
+from titanlite.checkpoint.root import checkpoint_root, newest_of, saved_root
+from titanlite.checkpoint.rules import require_step
+from titanlite.checkpoint.status import in_bucket, times
+from titanlite.config.job import Job
+from titanlite.config.schema import JobConfig
+from titanlite.errors import UserError
+
+
+def check_start(config: JobConfig, job: Job | None = None) -> None:
+    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
+    of Hugging Face's folders only if they are missing.
+    """
+    settings = config.checkpoint
+    steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
+    if settings.enable and settings.load_step != -1:
+        if in_bucket(config):
+            return  # it is looked for there
+        root = checkpoint_root(config)
+        require_step(root, settings.load_step, sorted(steps))
+        _require_complete(
+            "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
+        )
+    elif "://" in settings.initial_load_path + saved_root(path):
+        return  # no bucket is opened here
+    elif settings.initial_load_path and not steps:
+        newest = path if settings.initial_load_in_hf else newest_of(path)
+        if not settings.initial_load_in_hf and not is_foreign(newest):
+            resumable = not settings.initial_load_model_only
+            _require_complete("checkpoint.initial_load_path", newest, resumable)
+            return
+        try:
+            if job:
+                _open_foreign(job, newest)
+            elif not newest.exists():
+                raise UserError(f"{path} does not exist")
+        except UserError as error:
+            raise UserError(f"{error}", "checkpoint.initial_load_path") from None
+
+
+def _open_foreign(job: Job, path: Path) -> None:
+    """Raise if weights of another program do not fit."""
+    from titanlite.checkpoint.hf.load import HuggingFaceFolder
+    from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
+
+    settings = job.config.checkpoint
+    if settings.initial_load_in_hf:
+        HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+    else:
+        found = TorchTitanCheckpoint(path, job.spec, job.model)
+        _ = settings.initial_load_model_only or found.progress
+
+
+def _require_complete(key: str, folder: Path, resumable: bool) -> None:
+    try:
+        problems = faults(folder, read_manifest(folder, outline=True), resumable=resumable)
+    except (CorruptCheckpoint, OSError) as error:
+        problems = [str(error)]
+    if problems:
+        raise UserError("; ".join(problems[:8]), key)
