@@ -145,7 +145,7 @@ def test_of_half_a_run_there_is_what_its_files_have(run, tool):
     for line in lines:
         line.pop("memory_gib", None)
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 11, "lo')
-    says(tool("top", run), "not planned")
+    says(tool("top", run), "no plan")
     tool("report", run)
     assert (run / "report.html").exists()
     file.write_text("")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from titanlite.data.tokenizer import Tokenizer
 
 DOCUMENTS = (STATE, CONFIG, ENVIRONMENT)
+_WAITING = "OMP_WAIT_POLICY"
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
@@ -85,8 +86,27 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
     """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
     one is named.
     """
-    # Before torch is imported: threads that spin while they wait take the cores from others.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with _threads_that_wait():
+        job, folder = _find_saved(checkpoint, overrides)
+        import torch  # noqa: F401  (which reads it)
+    return job, folder
+
+
+@contextmanager
+def _threads_that_wait() -> Iterator[None]:
+    """Let OpenMP's threads wait without spinning, which takes the cores from others, if torch is
+    imported here and the user has not said how they wait.
+    """
+    is_ours = _WAITING not in os.environ
+    os.environ.setdefault(_WAITING, "passive")
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[_WAITING]
+
+
+def _find_saved(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
