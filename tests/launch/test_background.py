@@ -68,7 +68,7 @@ def test_a_killed_launcher_takes_the_computation_with_it():
 
 @pytest.mark.long
 def test_a_run_prints_two_lines_of_its_plan_unless_switched_off(tmp_path):
-    argv = [*TINY, "--job.plan", "--model.package=injured", "--fault.grace_seconds=1"]
+    argv = [*TINY, "--job.plan", "--model.package=injured", "--comm.init_timeout_seconds=3000"]
     process = start(argv, tmp_path, NGPU="2", INJURY="sleep:start:0:0")  # and so it does not end
     lines: list[str] = []
     for line in process.stdout or ():
