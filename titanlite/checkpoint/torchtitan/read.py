@@ -3,7 +3,6 @@ hold, through torch's own reader.
 """
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from titanlite.checkpoint.commit import cause
 from titanlite.checkpoint.places import sizes_of
 from titanlite.checkpoint.torchtitan.metadata import Reader
 from titanlite.checkpoint.torchtitan.names import Names
@@ -96,11 +96,9 @@ class Folder:
         """Fill tensors; return the objects of these keys."""
         planner = Regions(wanted, objects)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there are no ranks
-                load({}, storage_reader=self._reader, planner=planner, no_dist=True)
-        except CheckpointException as failed:  # which is no Exception
-            error, _ = next(iter(failed.failures.values()))
+            load({}, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            error = cause(failed)
             why = first_line(error)
             if kind := re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error)):
                 why = f"has tensors of {kind[1]}, as quantized ones are; plain ones are read"

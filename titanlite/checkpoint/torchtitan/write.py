@@ -1,6 +1,5 @@
 """Write a checkpoint as torch's DCP does, one tensor in memory at a time."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titanlite.checkpoint.commit import alone
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.read import dtype_of
 from titanlite.checkpoint.torchtitan.names import Names
@@ -57,8 +57,4 @@ def write(
             tensor = transform.to_hf(tensor)
         return tensor.contiguous()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no ranks
-        save(
-            state, storage_writer=FileSystemWriter(folder), planner=_Late(read_theirs), no_dist=True
-        )
+    alone(save, state, storage_writer=FileSystemWriter(folder), planner=_Late(read_theirs))
