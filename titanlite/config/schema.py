@@ -105,12 +105,6 @@ class Dataloader(Section):
     ] = 10.0
     """Time without data after which a streamed data set is reopened, up to five times, and named in
     the log."""
-    cache_folder: Annotated[str, Only("token shards by URL")] = ""
-    """Folder on the node's disk that keeps whole shards; without it, windows are read by range."""
-    cache_gib: Annotated[
-        float, Field(gt=0), Only("token shards by URL", "training.dataloader.cache_folder")
-    ] = 100.0
-    """Largest size of that folder, in GiB."""
     token_dtype: Annotated[
         Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Only("token shards")
     ] = ""
