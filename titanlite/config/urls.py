@@ -2,8 +2,8 @@
 
 import re
 
-LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER, or hf://buckets/OWNER/NAME/FOLDER"
-_URL = re.compile(r"((?:s3|gs|az)://[^/]+|hf://buckets/[^/]+/[^/]+)(?!.*//)(?:/(.*))?")
+LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER"
+_URL = re.compile(r"((?:s3|gs|az)://[^/]+)(?!.*//)(?:/(.*))?")
 
 
 def split_url(url: str) -> tuple[str, str] | None:
