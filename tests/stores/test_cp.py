@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_mani
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import delete, exists, list_folder, write
 
-STORES = sample(["s3", "gs", "az", "hub"], "s3")
+STORES = sample(["s3", "gs", "az"], "s3")
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)

@@ -6,8 +6,7 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
-from titanlite.runtime import hub, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.tools.checkpoint_torchtitan import export_dcp
 from titanlite.tools.exclusive import hold_run, writing
@@ -45,29 +44,18 @@ if TYPE_CHECKING:
 
 
 def export(arguments: Namespace) -> int:
-    """Write the weights of a checkpoint for other programs, or upload them."""
+    """Write the weights of a checkpoint for other programs."""
     out = arguments.out
     _refuse_existing(out)
-    if "://" not in out and committed(Path(out).absolute().parent):
-        hold_run(Path(out))
+    if committed(out.absolute().parent):
+        hold_run(out)
     folder = find_checkpoint(arguments.folder)
     with brought(folder) as source:
         contents = None if arguments.verify == "full" else ()
         manifest = whole_manifest(source, contents, "; nothing was exported")
-        with _target(out, folder.name) as target:
-            _export(source, manifest, target, arguments)
+        _export(source, manifest, out, arguments)
     print(f"exported step {manifest.step}: {out}")
     return 0
-
-
-@contextmanager
-def _target(out: str, name: str) -> Iterator[Path]:
-    """Yield the folder to write; of a URL one that is uploaded when it is written."""
-    if "://" in out:
-        with hub.uploaded(out, name) as target:
-            yield target
-        return
-    yield Path(out)
 
 
 def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
@@ -89,7 +77,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
     with writing(target), progress_bar("tensors", "exporting: ") as show:
-        _refuse_existing(str(target))
+        _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
@@ -121,10 +109,8 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
                 write_export(target, tensors, documents, merged(fetch, translation))
 
 
-def _refuse_existing(out: str) -> None:
-    if "://" in out:
-        hub.refuse_existing(out)
-    elif store.exists(Path(out)):
+def _refuse_existing(out: Path) -> None:
+    if store.exists(out):
         raise UserError(f"{out} exists, and an export overwrites nothing")
 
 
