@@ -1,7 +1,6 @@
 """Rules of data sets, batches and sequence lengths."""
 
-from titanlite.config.load import Loaded
-from titanlite.config.needs import is_streamed, streamed
+from titanlite.config.needs import is_streamed
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
@@ -10,8 +9,6 @@ from titanlite.registry import ModelDims
 
 BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
-RETRIES = 5
-"""Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
 
 
 def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | None:
@@ -80,13 +77,18 @@ def _path_fault(name: str, path: str) -> str:
     return ""
 
 
-def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
+def _streams_have_limits(config: ConfigView) -> Refusals:
     training = config.training
     for number, part in enumerate(training.mixture, 1):
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
             yield "training.mixture", f"entry {number}: {why}; download it and use text, or tokens"
-    found = streamed(config)
+    datasets = {}
+    if not training.mixture:
+        datasets["training"] = training.dataset
+    if config.validation.enable:
+        datasets["validation"] = config.validation.dataset
+    found = [(section, name) for section, name in datasets.items() if is_streamed(name)]
     if found and training.packing == "first-fit":
         section, name = found[0]
         why = (
@@ -97,15 +99,12 @@ def _streams_have_limits(config: ConfigView, loaded: Loaded) -> Refusals:
             "training.packing",
             f'{why}; use "concatenate", with document_mask if documents must not see each other',
         )
-    longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
-    stall, limit = config.fault.stall_seconds, config.comm.train_timeout_seconds
-    key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
-    if found and key in loaded.entries and longest_wait >= (stall or limit):
-        why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        limited = (
-            f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
-        )
-        yield key, f"{why} {limited}; raise that or lower this"
+    for section, name in found:
+        why = f'{section}.dataset = "{name}" is streamed: it repeats, and its length is unknown'
+        if section == "training" and not training.repeat:
+            yield "training.repeat", f"{why}; prepare it, or use true"
+        if section == "validation" and config.validation.steps == -1:
+            yield "validation.steps", f"{why}; name a number of steps"
 
 
 def _mixtures_add_up(config: ConfigView) -> Refusals:
