@@ -60,7 +60,7 @@ def network(ranks: int) -> dict[str, float]:
     )
     everyone = [sent] * ranks
     facts = [
-        Facts(rank, f"{rank // A_NODE}", "", "", "cuda", "", "", "", "", [], "", 0, "", 0.0)
+        Facts(rank, f"{rank // A_NODE}", "", "cuda", "", "", "", "", [], "", 0, "", 0.0)
         for rank in range(ranks)
     ]
 

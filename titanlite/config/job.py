@@ -93,7 +93,6 @@ def job_from(
     facts.find("batch", data.find_batch)
     facts.apply(data)
     facts.find("micro_batch", pipeline.find_micro_batch)
-    facts.find("order", pipeline.find_order)
     facts.find("number_of_stages", pipeline.count_stages)
     facts.find("modules", pipeline.find_modules)
     facts.find("stages", pipeline.find_stages)

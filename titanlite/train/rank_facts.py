@@ -40,8 +40,6 @@ class Facts:
     host: str
     config: str
     """Without the paths that may differ between nodes."""
-    order: str
-    """Of the pipeline: each rank read the CSV itself."""
     device: str
     gpu: str
     software: str
@@ -72,7 +70,6 @@ class Facts:
 
 MUST_BE_EQUAL = {
     "the config": "config",
-    "the order of the pipeline": "order",
     "the kind of device": "device",
     "the software": "software",
     "the code's revision": "commit",
@@ -110,7 +107,6 @@ def facts_of(
             to_toml(job.given),
             flags=re.MULTILINE,
         ),
-        str(job.stages),
         device.type,
         gpu,
         software,
