@@ -3,6 +3,7 @@
 import re
 
 LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER"
+COPY_FIRST = "must be a folder here: copy it first, e.g. aws s3 cp --recursive URL FOLDER"
 _URL = re.compile(r"((?:s3|gs|az)://[^/]+)(?!.*//)(?:/(.*))?")
 
 

@@ -24,7 +24,7 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.data.stored_text import state_of
+from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
@@ -230,12 +230,18 @@ def copy_folder(source: Any, target: Path) -> int:
         )
     entries = source.below()
     sizes = {name: entry["size"] for name, entry in entries.items()}
-    draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")
+    draft = target.with_name(f".{target.name}.{_state_of(source, entries)}.part")
     store.copy_below(source, sizes, draft)
     store.rename(draft, target)
     size = format_bytes(sum(sizes.values()))
     print(f"{source} is now in {target}: {len(sizes)} files, {size}")
     return 0
+
+
+def _state_of(root: Path, entries: Mapping[str, Any]) -> str:
+    """Hash what a list says of files below a place."""
+    tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
+    return fingerprint(f"{root} {sorted(tags)}")
 
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
