@@ -89,9 +89,9 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             spec, flavor = _model(folder, config, arguments.package)
             translation = _translation(folder, manifest, spec, flavor)
             if manifest.base and arguments.format != "peft":
-                weights = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
-                shapes = {f"model.{name}": shape for name, shape in translation.shapes.items()}
-                read = weights.joined(read, manifest, shapes, config.training.dtype)
+                base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
+                kind = getattr(torch, config.training.dtype)
+                read = base.joined(read, manifest, translation.shapes, kind)
             fetch = _counted(read, len(translation.shapes), show)
             if arguments.format == "peft":
                 export_adapters(target, translation, fetch, start)
