@@ -142,7 +142,6 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "faults/test_stop.py": "fault.grace_seconds fault.stop_after_minutes",
     "jobs.py": "job.dump_folder model.overrides",
     "launch/test_after_save.py": "checkpoint.after_save",
-    "launch/test_background.py": "job.plan",
     "launch/test_launch.py": "job.print_config job.device",
     "launch/test_nodes.py": "comm.init_timeout_seconds",
     "launch/test_terminal.py": "metrics.disable_color_printing",

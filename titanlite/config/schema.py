@@ -40,9 +40,6 @@ class JobSection(Section):
     """Print the resolved config at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses the GPUs if the node has any, else the CPU."""
-    plan: Annotated[bool | None, OrNone] = None
-    """Plan a step while the run starts: print its peak memory, communication and speed bound;
-    without a value only for GPUs, since ranks on a CPU need its cores."""
 
 
 class Model(Section):
