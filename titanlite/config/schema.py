@@ -334,8 +334,17 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with other values of some dotted keys."""
-    return config_of({**{key: value_of(config, key) for key in KEYS}, **values})
+    """Return the config with other values, which are legal, of some dotted keys."""
+    return _changed(config, nested(values))
+
+
+def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+    update = dict(values)
+    for name, value in values.items():
+        old = getattr(section, name)
+        if isinstance(old, Section):
+            update[name] = _changed(old, value)
+    return section.model_copy(update=update)
 
 
 def config_of(values: Mapping[str, Any]) -> JobConfig:
