@@ -99,7 +99,8 @@ def micro_batches(
 
 def validated(run: Trainer) -> float:
     """Return the validation loss of a run."""
-    loss = validation_loss(run.runner.forward, run.validation_loader)
+    chunks = run.job.config.training.loss_chunks
+    loss = validation_loss(run.runner.model, run.validation_loader, chunks)
     assert loss is not None
     return loss
 
@@ -107,7 +108,7 @@ def validated(run: Trainer) -> float:
 def forward_backward(run: Trainer, batches: list[MicroBatch]) -> torch.Tensor:
     """Run forward and backward of these micro-batches; return this rank's part of the loss."""
     labels = torch.stack([batch.labels for batch in batches])
-    valid = run.guard.exchange(count_valid(labels) * run.runner.has_loss)
+    valid = run.guard.exchange(count_valid(labels) * run.runner.model.has_loss)
     return run.runner.forward_backward(run.step, batches, valid)
 
 

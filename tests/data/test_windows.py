@@ -21,8 +21,9 @@ from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanlite.data.trained import WindowSource
 from titanlite.data.windows import Windows, training_data
+from titanlite.parallel.context_parallel import TokenShare
 from titanlite.runtime import store
-from titanlite.train.forward import Forward
+from titanlite.train.forward import WholeModel
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, token_loss_sum
 from titanlite.train.summary import describe_start
@@ -266,9 +267,9 @@ def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     assert training_data(plain, None, 0).samples == 12
     with refused("generate.at_end = true", "model.hf_assets_path"):
         open_tokenizer(job([*argv, "--generate.at_end"], 1))
-    forward = Forward([torch.nn.Identity()], torch.device("cpu"))
+    runner = WholeModel(torch.nn.Identity(), TokenShare(torch.device("cpu")))
     with refused("generation", "tokenizer"):
-        generate(forward, None, plain.config.generate, 16, 0)
+        generate(runner, None, plain.config.generate, 16, 0)
     (tmp_path / "a.txt").write_text("text")
     with refused('validation.dataset = "text"', "tokenizer"):
         open_source("validation", "text", str(tmp_path), None, 300)

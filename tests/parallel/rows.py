@@ -40,7 +40,7 @@ from titanlite.parallel.context_parallel import own_positions
 from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.init import allocate
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline_parallel import orders
+from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.torch_private import compiled_graphs
 from titanlite.train.generate import generate
@@ -152,7 +152,7 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 def own_batches(run: Trainer) -> list[Any]:
     """Return this rank's part of the ragged batch."""
     mine = micro_batches(*ragged_batch(), run.rank_slice)
-    return [run.runner.forward.take(batch) for batch in mine]
+    return [run.runner.take(batch) for batch in mine]
 
 
 def prefer(run: Trainer, experts: Collection[int]) -> None:
@@ -174,7 +174,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     before = {name: full(p) for name, p in parameters.items()}
     own = own_batches(run)
     loss = forward_backward(run, own)
-    valid = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.has_loss
+    valid = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.model.has_loss
     found = {
         "loss": loss_over_ranks(loss, valid, run.mesh.loss)[0],
         "gradients": {name: full(p.grad) for name, p in parameters.items() if p.grad is not None},
@@ -182,7 +182,8 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
         "norm": run.runner.clip_gradients(0.5).item(),
     }
     run.runner.update(1, torch.zeros(()))
-    if pipeline := run.runner.pipeline:
+    pipeline = run.runner.model
+    if isinstance(pipeline, Pipeline):
         row = orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]
         declared = [f"{action}" for cell in row for action in parse(cell)]
         found |= {"actions": pipeline.actions, "declared": declared}
@@ -303,7 +304,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     settings = run.job.config.generate.model_copy(
         update={"tokens": 9, "temperature": 0.7, "prompt": "def "}
     )
-    text = generate(run.runner.forward, run.tokenizer, settings, 16, 0)
+    text = generate(run.runner.model, run.tokenizer, settings, 16, 0)
     assert all(part.training for part in run.parts)
     return loss, text
 

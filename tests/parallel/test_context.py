@@ -104,7 +104,7 @@ def test_all_compiled_blocks_share_one_graph(words):
 
 def seeds(argv: list[str], folder: str) -> int:
     run = trainer([*argv, "--training.steps=1"], folder)
-    places = run.runner.forward.own_positions
+    places = run.runner.model.share.own_positions
     assert places(TOKENS) is places(TOKENS), "made once per length"
     run.train()
     return torch.initial_seed()

@@ -15,9 +15,9 @@ from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest
 from titanlite.runtime.bucket import place
-from titanlite.runtime.store import exists, list_folder
+from titanlite.runtime.store import delete, exists, list_folder, write
 
-STORES = sample(["s3", "gs", "az", "hub"], "s3")
+STORES = sample(["s3", "gs", "az"], "s3")
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)
@@ -128,3 +128,29 @@ def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, p
     proxy.heal()
     assert tool("checkpoint rm", f"{url}/step-2", "--force") == f"removed {url}/step-2\n"
     assert list_folder(place(url)).keys() == {"step-1", "latest"}
+
+
+def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_nothing(
+    url, proxy, tmp_path, tool
+):
+    target = tmp_path / "assets/model"
+    for name in ("a.safetensors", "config.json", "model.safetensors"):  # of another version
+        write(place(f"{url}/model/{name}"), b"[]")
+    proxy.fail("/model.safe", status=403)
+    says(tool("checkpoint cp", f"{url}/model", target, code=2), "s3://bucket", "credentials")
+    assert not target.exists() and len([*target.parent.rglob("config.json")]) == 1
+    proxy.heal()
+    delete(place(f"{url}/model/a.safetensors"))
+    files = {"config.json": b"{}", "model.safetensors": b"12345678" * 99, "sub/merges.txt": b"a b"}
+    for name, content in files.items():
+        write(place(f"{url}/model/{name}"), content)
+    says(tool("checkpoint cp", f"{url}/model", target), f"{url}/model", f"{target}: 3 files")
+    here = {path.relative_to(target).as_posix(): path for path in target.rglob("*.*")}
+    assert {name: path.read_bytes() for name, path in here.items()} == files
+    for there in (target, f"{url}/copy"):
+        says(tool("checkpoint cp", f"{url}/model", there, code=2), there, "new folder")
+    for name in (".metadata", "__0_0.distcp"):  # of torch's DCP
+        write(place(f"{url}/theirs/step-4/{name}"), name.encode())
+    brought = tmp_path / "step-4"
+    says(tool("checkpoint cp", f"{url}/theirs/step-4", brought), f"{brought}: 2 files")
+    assert (brought / ".metadata").read_text() == ".metadata"

@@ -7,7 +7,8 @@ from torch import nn
 
 from titanlite.config.schema import Generate
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.train.forward import Forward
+from titanlite.parallel.context_parallel import TokenShare
+from titanlite.train.forward import WholeModel
 from titanlite.train.generate import generate
 
 POSITIONS = 8
@@ -22,9 +23,8 @@ def drawn(logits: torch.Tensor, seed: int = 0, **settings: object) -> tuple[str,
         lambda _, inputs: seen.append(bytes(inputs[0][0].tolist()).decode("latin1"))
     )
     asked = Generate.model_validate({"tokens": 9, "prompt": "a", **settings})
-    return generate(
-        Forward([model], torch.device("cpu")), ByteTokenizer(), asked, POSITIONS, seed
-    ), seen
+    runner = WholeModel(model, TokenShare(torch.device("cpu")))
+    return generate(runner, ByteTokenizer(), asked, POSITIONS, seed), seen
 
 
 def chain(text: str) -> torch.Tensor:

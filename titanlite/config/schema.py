@@ -135,7 +135,7 @@ class Training(Section):
     """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
     c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: str = ""
-    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://, hf://buckets/)."""
+    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://)."""
     text_key: str = "text"
     """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
     local_batch_size: BatchSize = 8

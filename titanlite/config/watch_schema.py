@@ -28,8 +28,8 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Log to Weights & Biases; the same as "wandb" in sinks."""
     sinks: list[str] = []
-    """Trackers that get the metrics too: "wandb", "mlflow", "trackio", "comet", and those that
-    model.package or an installed package registers.
+    """Trackers that get the metrics too: "wandb", "mlflow", and those that model.package or an
+    installed package registers.
     """
     disable_color_printing: bool = False
     """Print without colors."""

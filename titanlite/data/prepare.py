@@ -96,8 +96,6 @@ def prepare(
         return existing
     if not is_remote(out) and out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
-    for documents in sources.values():
-        documents.bring()
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
     todo = [unit for unit in units if not _shard_path(staging, unit).exists()]
@@ -111,8 +109,6 @@ def prepare(
         progress(done, total)
     manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
-    for documents in sources.values():
-        documents.forget()
     return manifest
 
 

@@ -51,10 +51,8 @@ class Balance:
         own = [0.0, 0.0, 0.0]
         if self.routers:
             own = self._load_of_stage()
-        pipeline_ranks = None
-        if self.context.job.layout.pp > 1:
-            pipeline_ranks = self.context.mesh.world["pp"].get_group()
-        stages = gather_objects(own, pipeline_ranks)
+        pp = self.context.mesh.pp
+        stages = gather_objects(own, pp.get_group() if pp else None)
         worsts, idle, losses = zip(*stages, strict=True)
         return {
             "expert_load_max": max(worsts),

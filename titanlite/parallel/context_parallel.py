@@ -7,7 +7,8 @@ it is given.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +24,40 @@ from titanlite.parallel.collectives import AllToAll
 from titanlite.parallel.last_attention import TOKENS, last_attention
 
 HEADS = 1  # a dimension of queries, keys and values, as TOKENS is
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """This rank's share of the tokens of a batch; by default all of them, as in one process."""
+
+    device: torch.device
+    own_positions: Callable[[int], Tensor | None] = lambda length: None
+    """The positions of this rank's tokens in a sequence of a length; None for all."""
+    multiple: int = 1
+    """Sequences are padded to a multiple of this length."""
+    loss_ranks: dist.ProcessGroup | None = None
+    """The ranks that have a part of the loss."""
+    sequence_ranks: dist.ProcessGroup | None = None
+    """The ranks that have the tokens of a sequence together, under context parallel."""
+
+    def take(self, batch: Any) -> Any:
+        """Return a micro-batch on the device, with this rank's tokens as its own."""
+        return batch.to(self.device, self.own_positions(batch.rows.size(-1)))
+
+
+def token_share(context: Context, rank: int) -> TokenShare:
+    """Return the share of a rank of the job's mesh."""
+    job = context.job
+    sequence_ranks = None
+    if job.layout.cp > 1:
+        sequence_ranks = context.mesh.world.get_group("cp")
+    return TokenShare(
+        context.device,
+        cache(partial(own_positions, job, rank, context.device)),
+        sequence_multiple(job),
+        context.mesh.loss,
+        sequence_ranks,
+    )
 
 
 def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:

@@ -19,6 +19,8 @@ class Mesh:
     """All ranks, with each dimension of a Layout that has more than one rank: `world["cp"]`."""
     fsdp: DeviceMesh
     """Ranks that shard parameters, dp_shard x cp; under HSDP the replicas come first."""
+    pp: DeviceMesh | None
+    """Ranks that have the stages of a pipeline together."""
     tp: DeviceMesh | None
     """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
     data: dist.ProcessGroup
@@ -59,7 +61,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     loss = data
     if layout.pp > 1:
         loss = views.group("loss", ranks.movedim(-1, 0).flatten(1))
-    whole = Mesh(world, fsdp, part(sharding, "tp"), data, loss, stage)
+    whole = Mesh(world, fsdp, part(world, "pp"), part(sharding, "tp"), data, loss, stage)
     if not layout.experts_on_own_mesh:
         return whole
     # A third view of the same ranks: those of ep follow each other.

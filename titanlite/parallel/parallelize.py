@@ -65,7 +65,8 @@ def split(model: nn.Module, context: Context) -> list[nn.Module]:
     stages = context.job.stages
     if len(stages.names) == 1:
         return [model]
-    own = stages.ranks[context.mesh.world["pp"].get_local_rank()]
+    assert context.mesh.pp
+    own = stages.ranks[context.mesh.pp.get_local_rank()]
     return pipeline_parallel.split(model, context.job.spec, [stages.names[stage] for stage in own])
 
 

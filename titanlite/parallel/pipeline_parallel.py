@@ -21,13 +21,14 @@ from titanlite.config.stages import SINGLE, Stages, splits_backward
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_meta_model
 from titanlite.parallel.collectives import swap
+from titanlite.parallel.context_parallel import TokenShare
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import ModelSpec
 from titanlite.runtime import torch_private
 
 
-class MicroBatch(Protocol):
-    """The stages' input, whole on every pipeline rank.
+class StageInput(Protocol):
+    """A micro-batch as the stages see it, whole on every pipeline rank.
 
     Positions are explicit, since later stages see no tokens.
     """
@@ -38,10 +39,14 @@ class MicroBatch(Protocol):
     def positions(self) -> Tensor | None: ...
     @property
     def documents(self) -> Tensor | None: ...
+    def split(self, size: int) -> "Sequence[StageInput]": ...
 
 
-Loss = Callable[[nn.Module, Any, Tensor], Tensor]
-"""The sum of the token losses, from the last stage, a micro-batch and the stage's hidden states."""
+Loss = Callable[..., Tensor]
+"""The sum of the token losses, from the last stage, a micro-batch and the stage's hidden states.
+
+In training also from `runs_again`, as train/loss.py says.
+"""
 
 
 def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
@@ -132,6 +137,7 @@ class Pipeline:
         self,
         context: Context,
         parts: Sequence[nn.Module],
+        share: TokenShare,
         loss: Loss,
         reseed: Callable[[int, int, int], None],
     ) -> None:
@@ -143,18 +149,21 @@ class Pipeline:
 
         self.context = context
         self.job = context.job
+        self.parts = parts
+        self.share = share
         self.loss = loss
         self.reseed = reseed
         stages = self.job.stages
         if splits_backward(stages.schedule, stages.csv):
             torch_private.keep_buffers_of_compiled_graphs()
-        self.group = context.mesh.world["pp"].get_group()
+        assert context.mesh.pp
+        self.group = context.mesh.pp.get_group()
         self.width = _width(self.job)
         self.shape = (stages.size, self.job.config.training.seq_len // self.job.layout.cp)
         """Sequences and tokens of a micro-batch."""
         self.rank_of = stages.rank_of
         ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
-        self.first_with_loss = int(context.mesh.world.mesh[ranks[-1]].min())
+        self.source = int(context.mesh.world.mesh[ranks[-1]].min())
         # Before 2.14 ranks that were in fewer splits gave a group another name (pytorch#189073).
         is_old = TorchVersion(torch.__version__) < "2.14"
         if stages.schedule in SINGLE or (is_old and context.mesh.world.device_type == "cuda"):
@@ -172,9 +181,7 @@ class Pipeline:
         """Parameters that another stage has as well, and counts."""
         self.actions: list[str] = []
         """This rank's actions in the last step."""
-        self.runs_again = False
-        """A backward pass is in its first half, which leaves out the gradients of weights."""
-        self.micro_batches: list[MicroBatch] = []
+        self.micro_batches: list[StageInput] = []
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
         """Yield each trained parameter of this rank that another stage has too.
@@ -214,8 +221,8 @@ class Pipeline:
         size = (sequences, tokens // self.job.layout.tp, self.width)
         return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
 
-    def forward_backward(
-        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+    def gradients(
+        self, step: int, micro_batches: Sequence[StageInput], valid_tokens: Tensor
     ) -> Tensor:
         """Add the gradients of (token losses / valid tokens).
 
@@ -223,10 +230,13 @@ class Pipeline:
         """
         self.step = step
         self.valid_tokens = valid_tokens.clamp(min=1)
-        self.micro_batches = [micro_batches[number] for number in self.numbers]
+        smaller: list[StageInput] = []
+        for batch in micro_batches:
+            smaller += batch.split(self.job.stages.size)
+        self.micro_batches = [smaller[number] for number in self.numbers]
         self.actions = []
         losses: list[Tensor] = []
-        numbers = torch.arange(len(micro_batches))  # torch splits them as targets
+        numbers = torch.arange(len(smaller))  # torch splits them as targets
         self.schedule.step(target=numbers, losses=losses, return_outputs=False)
         self.micro_batches = []
         zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
@@ -241,7 +251,7 @@ class Pipeline:
             local_part(parameter.grad).copy_(own + swap(own, peer, self.group))
 
     @torch.no_grad()
-    def forward(self, batch: MicroBatch, last: Loss) -> Tensor | None:
+    def evaluate(self, batch: StageInput, last: Loss) -> Tensor | None:
         """Run all stages in their order on sequences of any length, without gradients.
 
         Return the result of `last`, called with the last stage, the batch and the stage's hidden
@@ -266,7 +276,6 @@ class Pipeline:
         """Record an action, and seed the dropout of a forward pass."""
         number = self.numbers[number]
         self.actions.append(f"{stage}{kind}{number}")
-        self.runs_again = kind == "I"
         if kind == "F":
             self.reseed(self.step, number, stage)
 

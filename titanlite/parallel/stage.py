@@ -85,6 +85,8 @@ class Stage(PipelineStage):
             group=pipeline.group,
         )
         self.pipeline = pipeline
+        self.runs_again = False
+        """A backward pass is in its first half, which leaves out the gradients of weights."""
         self.args_recv_info = Received()
         self.grad_recv_info = Received()
         torch_private.send_nothing_to_this_rank(self)
@@ -127,7 +129,9 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         batch = self.pipeline.micro_batches[self.number]
         if self.is_last:
-            return self.pipeline.loss(self.submod, batch, args[0])
+            return self.pipeline.loss(
+                self.submod, batch, args[0], runs_again=lambda: self.runs_again
+            )
         return self.submod(args[0], batch.positions, batch.documents)
 
     def backward_one_chunk(
@@ -155,6 +159,7 @@ class Stage(PipelineStage):
     def _acting(self, kind: str, number: int, name: str) -> Iterator[None]:
         """Record an action; raise its own error, which torch hides in a RuntimeError."""
         self.number = number
+        self.runs_again = kind == "I"
         self.pipeline.begin(self.stage_index, kind, number)
         try:
             with phase(name):

@@ -35,6 +35,7 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import parallelize
+from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner import stand_ins
 from titanlite.planner.compiled import compile_without_code
 from titanlite.planner.counting import Counting
@@ -51,6 +52,7 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
+from titanlite.train.forward import build_runner
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
@@ -98,12 +100,13 @@ def rehearse(
             on_disk = config.training.offload_folder
             built = with_values(config, _WITHOUT_STATE) if on_disk else config
             optimizer = build_optimizer(trained, built, 0, mesh.stage)
-            runner = StepRunner(context, parts, parameters, optimizer, seed=0, rank=rank)
+            model = build_runner(context, parts, 0, rank)
+            runner = StepRunner(context, model, parameters, optimizer)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
         def step(first: int) -> Recording:
             batches = run = blank_batches(runner)
-            if not runner.pipeline and len(batches) > first + 1:
+            if job.layout.pp == 1 and len(batches) > first + 1:
                 run = [*batches[:first], batches[-1]]
             return _count_step(2, runner, batches, guard, counting, run)
 
@@ -169,7 +172,7 @@ def blank_batches(runner: StepRunner) -> list[MicroBatch]:
         job.config.training.seq_len,
     )
     blank = (torch.zeros(shape, dtype=torch.int64) for _ in range(job.batch.accumulation))
-    return [runner.forward.take(MicroBatch(rows)) for rows in blank]
+    return [runner.take(MicroBatch(rows)) for rows in blank]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
@@ -213,25 +216,25 @@ def _count_step(
     gc.disable()  # as in training; the bytes alive would depend on when it runs
     try:
         with counting, ExitStack() as hooks:
-            if runner.pipeline:
-                name_phases_of_stages(runner.pipeline, counting, hooks)
+            if isinstance(runner.model, Pipeline):
+                name_phases_of_stages(runner.model, counting, hooks)
             else:
-                name_phases(runner.parts[0], runner.context, counting, hooks)
+                name_phases(runner.model.parts[0], runner.context, counting, hooks)
             counting.restart("valid tokens")
             static: dict[str, list[torch.Tensor]] = {
                 "parameters": [
-                    parameter for part in runner.parts for parameter in part.parameters()
+                    parameter for part in runner.model.parts for parameter in part.parameters()
                 ],
                 "optimizer": [
                     v for values in state for v in values.values() if isinstance(v, torch.Tensor)
                 ],
-                "buffers": [buffer for part in runner.parts for buffer in part.buffers()],
+                "buffers": [buffer for part in runner.model.parts for buffer in part.buffers()],
                 "": [batch.rows for batch in micro_batches],
             }
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
             own_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-            own_tokens *= runner.has_loss
+            own_tokens *= runner.model.has_loss
             valid_tokens = guard.exchange(own_tokens)
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [

@@ -35,7 +35,7 @@ from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import is_remote, local_folder, place
 from titanlite.tools.checkpoint_cp import copy
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.exclusive import hold_run
@@ -52,7 +52,7 @@ _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _ABOUT = (
     "a checkpoint (…/step-N), or {} of a folder of them or of a run's dump folder; "
-    "also a URL (s3://, gs://, az://, hf://buckets/)"
+    "also a URL (s3://, gs://, az://)"
 )
 _PLACE = (_ABOUT.format("the latest complete one"), place)
 _ALL = _ABOUT.format("all")
@@ -298,7 +298,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "export outputs hf",
         {
             "FOLDER": _PLACE,
-            "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
+            "OUT": ("a folder that does not exist", local_folder),
             "--format hf|safetensors|peft|torchtitan|dcp": (
                 "hf: for transformers, with adapters added (default); safetensors: the tensors as "
                 "the checkpoint names them; peft: the adapters alone, for peft; torchtitan: a "
@@ -323,8 +323,8 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "import Llama-3.2-1B start\n\nThe model is that of config.json, "
         "unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]",
         {
-            "HF_FOLDER": ("config.json and *.safetensors", Path),
-            "OUT": ("where step-0 is written", Path),
+            "HF_FOLDER": ("config.json and *.safetensors", local_folder),
+            "OUT": ("where step-0 is written", local_folder),
         },
     ),
     "cp": (

@@ -6,8 +6,7 @@ import os
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,12 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.data.stored_text import state_of
+from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
-from titanlite.runtime import hub, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.tools.checkpoint_torchtitan import export_dcp
 from titanlite.tools.exclusive import hold_run, writing
@@ -45,29 +44,18 @@ if TYPE_CHECKING:
 
 
 def export(arguments: Namespace) -> int:
-    """Write the weights of a checkpoint for other programs, or upload them."""
+    """Write the weights of a checkpoint for other programs."""
     out = arguments.out
     _refuse_existing(out)
-    if "://" not in out and committed(Path(out).absolute().parent):
-        hold_run(Path(out))
+    if committed(out.absolute().parent):
+        hold_run(out)
     folder = find_checkpoint(arguments.folder)
     with brought(folder) as source:
         contents = None if arguments.verify == "full" else ()
         manifest = whole_manifest(source, contents, "; nothing was exported")
-        with _target(out, folder.name) as target:
-            _export(source, manifest, target, arguments)
+        _export(source, manifest, out, arguments)
     print(f"exported step {manifest.step}: {out}")
     return 0
-
-
-@contextmanager
-def _target(out: str, name: str) -> Iterator[Path]:
-    """Yield the folder to write; of a URL one that is uploaded when it is written."""
-    if "://" in out:
-        with hub.uploaded(out, name) as target:
-            yield target
-        return
-    yield Path(out)
 
 
 def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
@@ -89,7 +77,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
     with writing(target), progress_bar("tensors", "exporting: ") as show:
-        _refuse_existing(str(target))
+        _refuse_existing(target)
         clear_leftovers(target.parent, re.escape(target.name))
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
@@ -121,10 +109,8 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
                 write_export(target, tensors, documents, merged(fetch, translation))
 
 
-def _refuse_existing(out: str) -> None:
-    if "://" in out:
-        hub.refuse_existing(out)
-    elif store.exists(Path(out)):
+def _refuse_existing(out: Path) -> None:
+    if store.exists(out):
         raise UserError(f"{out} exists, and an export overwrites nothing")
 
 
@@ -254,12 +240,18 @@ def copy_folder(source: Any, target: Path) -> int:
         )
     entries = source.below()
     sizes = {name: entry["size"] for name, entry in entries.items()}
-    draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")
+    draft = target.with_name(f".{target.name}.{_state_of(source, entries)}.part")
     store.copy_below(source, sizes, draft)
     store.rename(draft, target)
     size = format_bytes(sum(sizes.values()))
     print(f"{source} is now in {target}: {len(sizes)} files, {size}")
     return 0
+
+
+def _state_of(root: Path, entries: Mapping[str, Any]) -> str:
+    """Hash what a list says of files below a place."""
+    tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
+    return fingerprint(f"{root} {sorted(tags)}")
 
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:

@@ -16,11 +16,10 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
-from titanlite.data.documents import SUFFIXES, Documents
+from titanlite.data.documents import SUFFIXES, Documents, text_files
 from titanlite.data.prepare import prepare, staging_folder
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
-from titanlite.data.stored_text import find_text
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
@@ -32,7 +31,7 @@ from titanlite.tools.exclusive import writing
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
-        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them, also URLs",
+        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
         "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
         "--text-key NAME": ("the field or column that has the text (default: text)", str, "text"),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
@@ -66,7 +65,7 @@ def _prepare(arguments: Namespace) -> int:
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
     key = arguments.text_key
     documents = {
-        source: replace(find_text(source, arguments.out), text_key=key) for source in arguments.src
+        source: replace(text_files("SRC", source, source), text_key=key) for source in arguments.src
     }
     _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
@@ -90,8 +89,7 @@ def _require_apart(sources: dict[str, Documents]) -> None:
     seen: dict[str, str] = {}
     for source, documents in sources.items():
         for name in documents.names:
-            url = f"{documents.url}/{name}" if documents.url else ""
-            file = url or str((documents.root / name).resolve())
+            file = str((documents.root / name).resolve())
             if (other := seen.setdefault(file, source)) != source:
                 raise UserError(f"SRC {other} and {source} both have {file}; drop one of them")
 

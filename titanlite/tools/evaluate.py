@@ -41,8 +41,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.data.loader import build_loader
     from titanlite.data.shuffle import RankSlice
     from titanlite.data.windows import validation_data
+    from titanlite.parallel.context_parallel import TokenShare
     from titanlite.runtime.distributed import pick_device
-    from titanlite.train.forward import Forward
+    from titanlite.train.forward import WholeModel
     from titanlite.train.validate import validation_loss
 
     device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
@@ -55,7 +56,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         batches = track(batches, batches.batch_sampler.steps, "batches")
     loader: Any = Counted(batches, tokenizer)
     print_notice(f"{folder} on {settings.dataset} {settings.dataset_path}".rstrip())
-    loss = validation_loss(Forward([model], device, job.config.training.loss_chunks), loader)
+    runner = WholeModel(model, TokenShare(device))
+    loss = validation_loss(runner, loader, job.config.training.loss_chunks)
     assert loss is not None
     bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
     size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"

@@ -63,8 +63,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     overrides += [f"--{key}={value}" for key, value in options.items() if value is not None]
     job, folder = saved_job(named_model(arguments), overrides)
     tokenizer = require_tokenizer(open_tokenizer(job), "generation")
+    from titanlite.parallel.context_parallel import TokenShare
     from titanlite.runtime.distributed import pick_device
-    from titanlite.train.forward import Forward
+    from titanlite.train.forward import WholeModel
     from titanlite.train.generate import generate
 
     device, settings = pick_device(job.config.job.device, 0), job.config.generate
@@ -78,7 +79,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         raise UserError(f"--samples {count}: at temperature 0 every seed gives the same text")
     model = load_model(job, folder, device)  # verifies the folder
     _limit_threads(model)
-    forward = Forward([model], device)
+    runner = WholeModel(model, TokenShare(device))
     given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
     print_notice(f"{folder}, temperature {settings.temperature:g}, seed {first_seed}")
@@ -87,7 +88,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         if count > 1:
             print("\n" * (number > 1) + f"----- sample {number} of {count}, seed {seed} -----")
         show = Show(tokenizer)
-        text = generate(forward, tokenizer, settings, job.positions, seed, narrow, show)
+        text = generate(runner, tokenizer, settings, job.positions, seed, narrow, show)
         print(text[show.shown :])
     return 0
 

@@ -1,76 +1,146 @@
-"""The forward pass of this rank's parts of a model, on any mesh, and without one."""
+"""The model on this rank as a step runs it: whole, or as stages of a pipeline."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.data.loader import MicroBatch
+from titanlite.layout import Layout
 from titanlite.parallel.build import Context
-from titanlite.parallel.context_parallel import own_positions, sequence_multiple
+from titanlite.parallel.context_parallel import TokenShare, token_share
 from titanlite.parallel.pipeline_parallel import Loss, Pipeline
+from titanlite.runtime.determinism import reseed
+from titanlite.runtime.page import phase
+from titanlite.train.loss import model_loss, token_loss_sum
 
 
-@dataclass
-class Forward:
-    """The parts of a model on this rank, and what running them takes; by default in one process."""
+class ModelRunner(Protocol):
+    """Runs micro-batches through the parts of a model on this rank."""
 
-    parts: Sequence[nn.Module]
-    device: torch.device
-    loss_chunks: int = 1
-    own_positions: Callable[[int], Tensor | None] = lambda length: None
-    """The positions of this rank's tokens in a sequence of a length; None for all."""
-    multiple: int = 1
-    """Sequences are padded to a multiple of this length."""
-    loss_ranks: dist.ProcessGroup | None = None
-    """The ranks that have a part of the loss."""
-    sequence_ranks: dist.ProcessGroup | None = None
-    """The ranks that have the tokens of a sequence together, under context parallel."""
-    pipeline: Pipeline | None = None
-    """Runs several parts."""
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The whole model, or this rank's pipeline stages in their order."""
 
-    def take(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch on the device, with this rank's tokens as its own."""
-        return batch.to(self.device, self.own_positions(batch.rows.size(-1)))
+    @property
+    def share(self) -> TokenShare:
+        """The tokens that this rank is given."""
 
-    def run(self, batch: MicroBatch, last: Loss) -> Tensor | None:
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank has losses, as the last stage of a pipeline has."""
+
+    @property
+    def source(self) -> int:
+        """A rank to which `evaluate` returns a result."""
+
+    @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """Parameters that another stage has as well, and counts."""
+
+    def gradients(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+    ) -> Tensor:
+        """Add the gradients of (sum of token losses / valid tokens).
+
+        Return this rank's part of that loss, zero without losses.
+        """
+
+    def sum_tied_gradients(self) -> None:
+        """Sum the gradients of parameters that two stages share."""
+
+    def evaluate(self, batch: MicroBatch, last: Loss) -> Tensor | None:
         """Return the result of `last`, called with the model, the batch and its tokens.
 
         In a pipeline it is called with the last stage, the batch and hidden states; None elsewhere.
         """
-        if self.pipeline:
-            return self.pipeline.forward(batch, last)
-        return last(self.parts[0], batch, batch.tokens)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Switch dropout and gradients off."""
-        model = nn.ModuleList(self.parts)
-        model.eval()
-        with torch.no_grad():
-            yield
-        model.train()
 
 
-def build_forward(
-    context: Context, parts: Sequence[nn.Module], rank: int, pipeline: Pipeline | None
-) -> Forward:
-    """Return the forward pass of a job on this rank."""
-    job = context.job
-    sequence_ranks = None
-    if job.layout.cp > 1:
-        sequence_ranks = context.mesh.world.get_group("cp")
-    return Forward(
-        parts,
-        context.device,
-        job.config.training.loss_chunks,
-        cache(partial(own_positions, job, rank, context.device)),
-        sequence_multiple(job),
-        context.mesh.loss,
-        sequence_ranks,
-        pipeline,
-    )
+@dataclass
+class WholeModel:
+    """A model that this rank runs whole, one micro-batch after the other."""
+
+    model: nn.Module
+    share: TokenShare
+    loss: Loss = model_loss
+    reseed: Callable[[int, int], None] = lambda step, micro_batch: None
+    deferred: bool | Literal["replicas"] = False
+    """parallelism.defer_gradient_sync"""
+    has_loss = True
+    source = 0
+    copies: Sequence[nn.Parameter] = ()
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [self.model]
+
+    def gradients(
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.share.device)
+        for number, batch in enumerate(micro_batches):
+            self._sync(is_last=number == len(micro_batches) - 1)
+            self.reseed(step, number)
+            with phase("forward"):
+                loss = self.loss(self.model, batch, batch.tokens) / valid_tokens.clamp(min=1)
+            with phase("backward"):
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _sync(self, is_last: bool) -> None:
+        """Let FSDP2 sum gradients after the last micro-batch only, if sums are deferred."""
+        if not self.deferred or not isinstance(self.model, FSDPModule):
+            return
+        if self.deferred == "replicas":
+            self.model.set_requires_all_reduce(is_last)
+        else:
+            self.model.set_requires_gradient_sync(is_last)
+
+    def sum_tied_gradients(self) -> None:
+        pass
+
+    def evaluate(self, batch: MicroBatch, last: Loss) -> Tensor | None:
+        return last(self.model, batch, batch.tokens)
+
+
+def build_runner(context: Context, parts: Sequence[nn.Module], seed: int, rank: int) -> ModelRunner:
+    """Return what runs a job's model on this rank."""
+    config = context.job.config
+    token_loss = token_loss_sum
+    if config.compile.enable and "loss" in config.compile.components:
+        token_loss = torch.compile(token_loss_sum, backend=config.compile.backend)
+    loss = partial(model_loss, chunks=config.training.loss_chunks, token_loss=token_loss)
+    reseed_dropout = partial(_reseed, context.job.layout, rank, seed)
+    share = token_share(context, rank)
+    if context.job.layout.pp > 1:
+        return Pipeline(context, parts, share, loss, reseed_dropout)
+    deferred = config.parallelism.defer_gradient_sync
+    return WholeModel(parts[0], share, loss, reseed_dropout, deferred)
+
+
+def _reseed(layout: Layout, rank: int, seed: int, step: int, micro_batch: int, *stage: int) -> None:
+    """Seed dropout.
+
+    cp and stage enter the seed only when used, so that runs without them resume bit for bit.
+    """
+    own = layout.coordinates(rank)
+    coordinates = [layout.batch_coordinate(rank), own["tp"]]
+    if layout.cp > 1:
+        coordinates.append(own["cp"])
+    reseed(seed, step, micro_batch, *coordinates, *stage)
+
+
+@contextmanager
+def evaluating(runner: ModelRunner) -> Iterator[None]:
+    """Switch dropout and gradients off."""
+    model = nn.ModuleList(runner.parts)
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()

@@ -15,12 +15,12 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
 from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.page import OWN_PAGE
-from titanlite.train.forward import Forward
+from titanlite.train.forward import ModelRunner, evaluating
 
 
 @torch.compiler.set_stance("force_eager")  # to compile for every length of a text costs more
 def generate(
-    forward: Forward,
+    runner: ModelRunner,
     tokenizer: Tokenizer | None,
     settings: Generate,
     positions: int,
@@ -37,21 +37,21 @@ def generate(
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
     # Of the prompt too: with the same random numbers, texts of different prompts are alike.
     generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
-    source = forward.pipeline.first_with_loss if forward.pipeline else 0
-    with forward.evaluating():
+    share = runner.share
+    with evaluating(runner):
         for _ in range(settings.tokens):
             OWN_PAGE.enter("sample")
             show(tokens)
             seen = tokens[-positions:]
-            padding = [tokenizer.end] * (-len(seen) % forward.multiple)
-            batch = forward.take(MicroBatch(torch.tensor([[seen + padding]])))
-            last_logits = partial(_logits_at, len(seen) - 1, forward.sequence_ranks)
-            logits = forward.run(batch, last_logits)
-            token = torch.zeros((), dtype=torch.int64, device=forward.device)
+            padding = [tokenizer.end] * (-len(seen) % share.multiple)
+            batch = share.take(MicroBatch(torch.tensor([[seen + padding]])))
+            last_logits = partial(_logits_at, len(seen) - 1, share.sequence_ranks)
+            logits = runner.evaluate(batch, last_logits)
+            token = torch.zeros((), dtype=torch.int64, device=share.device)
             if logits is not None:  # only a pipeline's last stage has them
                 token.copy_(_sample(narrow(logits.cpu()), settings.temperature, generator))
             if dist.is_initialized():
-                dist.broadcast(token, src=source)
+                dist.broadcast(token, src=runner.source)
             tokens.append(int(token))
             if tokens[-1] == tokenizer.end:
                 break

@@ -38,7 +38,7 @@ def model_loss(
     model: nn.Module,
     batch: MicroBatch,
     inputs: torch.Tensor,
-    chunks: int,
+    chunks: int = 1,
     token_loss: TokenLoss = token_loss_sum,
     runs_again: Callable[[], bool] = lambda: False,
 ) -> torch.Tensor:

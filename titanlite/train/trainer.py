@@ -42,6 +42,7 @@ from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algor
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.train.bad_steps import Spike
+from titanlite.train.forward import build_runner
 from titanlite.train.generate import generate
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
@@ -174,16 +175,14 @@ class Trainer:
         self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
         parameters = [item.parameter for item in self.trained]
         optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
-        self.runner = StepRunner(
-            context, self.parts, parameters, optimizer, self.seed, self.rank_info.rank
-        )
+        model = build_runner(context, self.parts, self.seed, self.rank_info.rank)
+        self.runner = StepRunner(context, model, parameters, optimizer)
 
     @phase("load")
     def _restore(self) -> None:
         """Load the checkpoint that the run starts from, if any."""
         context = self.runner.context
-        pipeline = self.runner.pipeline
-        stages = pipeline.group if pipeline else None
+        stages = self.mesh.pp.get_group() if self.mesh.pp else None
         self.state = TrainingState(self.parts, self.runner.optimizer, context.table, stages)
         source.restore(self.checkpoints, self.resume, self.state)
         self.checkpoints.check_space(self.state)
@@ -293,7 +292,7 @@ class Trainer:
         """Take one step, and log it if due."""
         micro_batches = self.next_micro_batches()
         local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-        local_valid_tokens *= self.runner.has_loss  # only the last stage has losses
+        local_valid_tokens *= self.runner.model.has_loss  # only the last stage has losses
         with phase("tokens"):
             valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
         if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
@@ -317,7 +316,7 @@ class Trainer:
         count = self.rank_slice.accumulation
         with self.report.clock.waiting_for_data():
             batches = islice(self.batches, count)
-            micro_batches = [self.runner.forward.take(batch) for batch in batches]
+            micro_batches = [self.runner.take(batch) for batch in batches]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches
@@ -335,7 +334,13 @@ class Trainer:
         should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
         with self.report.clock.paused("validation"):
             show = self.report.begin_validation()
-            loss = validation_loss(self.runner.forward, self.validation_loader, should_stop, show)
+            loss = validation_loss(
+                self.runner.model,
+                self.validation_loader,
+                self.job.config.training.loss_chunks,
+                should_stop,
+                show,
+            )
             if loss is None:
                 return False
             self.report.log_validation(self.step, loss)
@@ -383,7 +388,7 @@ class Trainer:
         """Log text that the model generates."""
         job = self.job
         settings = job.config.generate
-        text = generate(self.runner.forward, self.tokenizer, settings, job.positions, self.seed)
+        text = generate(self.runner.model, self.tokenizer, settings, job.positions, self.seed)
         lines = [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(lines) + "\n")

@@ -5,18 +5,18 @@ Every rank takes part in every batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titanlite.config.job import Job
-from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch
+from titanlite.data.loader import BatchPrefetcher, Loader
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.runtime.page import OWN_PAGE
-from titanlite.train.forward import Forward
+from titanlite.train.forward import ModelRunner, evaluating
 from titanlite.train.loss import count_valid, model_loss
 
 
@@ -55,49 +55,48 @@ class Cost:
 
 
 def validation_loss(
-    forward: Forward,
+    runner: ModelRunner,
     loader: Loader,
+    chunks: int,
     should_stop: Callable[[], bool] | None = None,
     show: Callable[[int], object] = id,
 ) -> float | None:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    All ranks call `should_stop` in every 8th batch; once it is true, the result is None. `show` is
-    called with the number of each batch.
+    Sequences are cut into `chunks`. All ranks call `should_stop` in every 8th batch; once it is
+    true, the result is None. `show` is called with the number of each batch.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all
     ranks run out together. The length of a stream is unknown, so that each of its batches checks
     whether any rank has tokens left.
     """
-
-    def last_loss(model: nn.Module, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor:
-        return model_loss(model, batch, inputs, forward.loss_chunks)
-
-    batches = BatchPrefetcher(loader, forward.device)
-    totals = torch.zeros(2, dtype=torch.float64, device=forward.device)
+    share = runner.share
+    last_loss = partial(model_loss, chunks=chunks)
+    batches = BatchPrefetcher(loader, share.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=share.device)
     abandoned = False
-    with forward.evaluating():
+    with evaluating(runner):
         for number, batch in enumerate(batches, start=1):
             OWN_PAGE.enter("validation")  # each batch is progress: a long validation is no hang
             if should_stop and number % 8 == 0 and should_stop():
                 abandoned = True
                 break
             show(number)
-            batch = forward.take(batch)
+            batch = share.take(batch)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
                 valid_anywhere = valid.clone()
-                dist.all_reduce(valid_anywhere, group=forward.loss_ranks)
+                dist.all_reduce(valid_anywhere, group=share.loss_ranks)
                 if not valid_anywhere.item():
                     break
-            loss = forward.run(batch, last_loss)
+            loss = runner.evaluate(batch, last_loss)
             if loss is not None:  # only a pipeline's last stage has one
                 totals += torch.stack([loss.double(), valid])
     batches.close()
     if abandoned:
         return None
-    if forward.loss_ranks:  # none in one process
-        dist.all_reduce(totals, group=forward.loss_ranks)
+    if share.loss_ranks:  # none in one process
+        dist.all_reduce(totals, group=share.loss_ranks)
     total, tokens = totals.tolist()
     if not tokens:
         raise RunFailed("validation: the data has no token to predict")

@@ -72,7 +72,7 @@ def measure(
         measured, torch.load(reference, mmap=True, weights_only=True), row.precision, trainer.owns
     )
     if trainer.device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
-        for what, difference in trainer.record.differences(trainer.parts, trainer.runner.pipeline):
+        for what, difference in trainer.record.differences(trainer.parts, trainer.runner.model):
             if difference:
                 return math.inf, f"{what} {difference}"
     return mismatch
@@ -107,7 +107,7 @@ class InstrumentedTrainer(Trainer):
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
         own_rows = whole.rows.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
         batches = map(MicroBatch, own_rows.chunk(self.rank_slice.accumulation))
-        self.micro_batches = [*map(self.runner.forward.take, batches)]
+        self.micro_batches = [*map(self.runner.take, batches)]
         self.measured: Measured = {}
         self.record = StepRecord(job, job.layout.coordinates(rank_info.rank)["pp"])
         self.report.close()

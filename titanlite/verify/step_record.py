@@ -27,6 +27,7 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.fsdp_schedule import Schedule, schedule
 from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.registry import expert_paths
+from titanlite.train.forward import ModelRunner
 
 Send = tuple[int, tuple[int, ...], torch.dtype]
 """The receiver's rank, a shape and a type."""
@@ -66,11 +67,11 @@ class StepRecord:
             yield
 
     def differences(
-        self, parts: Sequence[nn.Module], pipeline: Pipeline | None
+        self, parts: Sequence[nn.Module], model: ModelRunner
     ) -> Iterator[tuple[str, str]]:
         """Yield of each kind of record the first that is not as declared, or an empty string."""
-        if pipeline:
-            yield from self._pipeline_differences(parts, pipeline)
+        if isinstance(model, Pipeline):
+            yield from self._pipeline_differences(parts, model)
         elif self.sharded:
             gathers = declared_gathers(self.job, parts[0], "FB")
             # Of the first micro-batch.

@@ -4,7 +4,7 @@ from titanlite.config.load import Loaded
 from titanlite.config.needs import is_streamed, streamed
 from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
 from titanlite.config.schema import KEYS
-from titanlite.config.urls import LEGAL_URLS, split_url
+from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
@@ -74,7 +74,7 @@ def _path_fault(name: str, path: str) -> str:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
     is_url = "://" in path
     if is_url and name != "tokens":
-        return 'must be a folder here; `titanlite data prepare` makes shards of it, for "tokens"'
+        return COPY_FIRST
     if is_url and not split_url(path):
         return f"legal: a folder here, or {LEGAL_URLS}"
     return ""

@@ -34,7 +34,7 @@ _MAY_BE_URLS = (
     *("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path"),
     *("validation.dataset_path", "training.mixture"),
 )
-_STORES = ("s3://", "gs://", "az://", "hf://")
+_STORES = ("s3://", "gs://", "az://")
 _URLS_SO_FAR = (
     "an object store can be checkpoint.folder, and "
     "`titanlite checkpoint cp URL FOLDER` copies from one, also a Hugging Face folder"
@@ -310,9 +310,6 @@ def _stores_are_legal(config: ConfigView) -> Refusals:
     for name, url in places.items():
         if not split_url(url):
             yield f"checkpoint.{name}", f"legal: {LEGAL_URLS}"
-    if settings.folder.startswith("hf://"):
-        why = "Hugging Face's buckets have no conditional writes: two runs would mix there"
-        yield "checkpoint.folder", f"{why}; legal: a folder, with checkpoint.after_save"
     if "folder" in places and settings.last_save_in_hf:
         why = "needs checkpoint.folder here; `titanlite checkpoint export URL FOLDER` does it later"
         yield "checkpoint.last_save_in_hf", why
