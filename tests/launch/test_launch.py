@@ -591,7 +591,6 @@ def locked() -> Iterator[Path]:
     "line",
     [
         "checkpoint ls L",
-        "checkpoint rm L/step-1",
         "plot L/x",
         "data show L",
         "data prepare L --out L/x",
