@@ -34,4 +34,4 @@ def sweep(argv: list[str], settings: list[str]) -> tuple[dict[str, list[str]], s
         if status.in_bucket(config):
             words.append(f"--checkpoint.folder={config.checkpoint.folder}/{name}")
     plot = command_line("titanlite", "plot")
-    return runs, f"{plot} {shlex.quote(str(folder / key))}=* --by {key}"
+    return runs, f"{plot} {shlex.quote(str(folder / key))}=*"
