@@ -151,7 +151,7 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def own_batches(run: Trainer) -> list[Any]:
     """Return this rank's part of the ragged batch."""
-    mine = micro_batches(*ragged_batch(), run.rank_slice)
+    mine = micro_batches(*ragged_batch(), run.data.rank_slice)
     return [run.runner.take(batch) for batch in mine]
 
 
@@ -176,7 +176,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     loss = forward_backward(run, own)
     valid = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.model.has_loss
     found = {
-        "loss": loss_over_ranks(loss, valid, run.mesh.loss)[0],
+        "loss": loss_over_ranks(loss, valid, run.runner.context.mesh.loss)[0],
         "gradients": {name: full(p.grad) for name, p in parameters.items() if p.grad is not None},
         "inf norm": run.runner.clip_gradients(float("inf"), float("inf")).item(),
         "norm": run.runner.clip_gradients(0.5).item(),
@@ -184,7 +184,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     run.runner.update(1, torch.zeros(()))
     pipeline = run.runner.model
     if isinstance(pipeline, Pipeline):
-        row = orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]
+        row = orders(run.job.stages)[run.runner.context.mesh.world["pp"].get_local_rank()]
         declared = [f"{action}" for cell in row for action in parse(cell)]
         found |= {"actions": pipeline.actions, "declared": declared}
     after = {name: full(p) for name, p in parameters.items()}
@@ -304,7 +304,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     settings = run.job.config.generate.model_copy(
         update={"tokens": 9, "temperature": 0.7, "prompt": "def "}
     )
-    text = generate(run.runner.model, run.tokenizer, settings, 16, 0)
+    text = generate(run.runner.model, run.data.tokenizer, settings, 16, 0)
     assert all(part.training for part in run.parts)
     return loss, text
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from titanlite.data.loader import MicroBatch
+from titanlite.optim.build import TrainedParam
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.skip import step_unless
@@ -28,12 +29,12 @@ class StepRunner:
 
     context: Context
     model: ModelRunner
-    parameters: list[nn.Parameter]
-    """The trained ones."""
+    trained: Sequence[TrainedParam]
     optimizer: torch.optim.Optimizer
 
     def __post_init__(self) -> None:
         self.config = self.context.job.config
+        self.parameters = [item.parameter for item in self.trained]
         self.replicated: list[nn.Parameter] = []
         for part in self.model.parts:
             self.replicated += replicated_parameters(part, self.context)
