@@ -347,6 +347,7 @@ def test_the_command_prints_the_options_with_which_its_shards_are_trained_on(
         ("prepare . --out out --tokenizer no", '--tokenizer = "no": '),
         ("prepare . --out out --worker 2", "--workers?"),
         ("prepare . ./ --out out", "SRC . and ./ both have"),
+        ("prepare s3://bucket/text --out out", 'SRC = "s3://bucket/text": must be a folder here'),
         ("prepare . a.txt --out out", "/a.txt; drop"),
     ],
 )

@@ -34,7 +34,7 @@ def opened(folder: Path, name: str, *argv: str, after: int = 0) -> tuple[Any, li
     return sink, lines
 
 
-@pytest.mark.parametrize("name", ["mlflow", "trackio", "comet", "wandb"])
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_package_gets_the_run_s_id_its_config_its_numbers_and_its_end(
     tmp_path, monkeypatch, name
 ):
@@ -45,7 +45,7 @@ def test_a_package_gets_the_run_s_id_its_config_its_numbers_and_its_end(
     library = MagicMock(__spec__=ModuleSpec(package, None, origin="here"))
     library.active_run.return_value = None
     monkeypatch.setitem(sys.modules, package, library)
-    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_OFFLINE_DIRECTORY"):
+    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.setenv(variable, "a place of the user")
     sink, lines = opened(tmp_path, name)
     sink.write(4, {"loss": 4.25})
@@ -161,5 +161,5 @@ def test_a_package_registers_its_own_tracker(tmp_path, monkeypatch):
 
 
 def test_an_unknown_tracker_is_one_line(capsys):
-    assert main(["config", '--metrics.sinks=["comett"]']) == 2
-    says(capsys.readouterr().err, "metrics.sinks", '"comett"', "mean comet?")
+    assert main(["config", '--metrics.sinks=["wandbb"]']) == 2
+    says(capsys.readouterr().err, "metrics.sinks", '"wandbb"', "mean wandb?")

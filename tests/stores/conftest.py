@@ -14,9 +14,6 @@ import pytest
 from tests.checkpoint.saved import SAVING, run_until
 from tests.lanes import sample
 from tests.stores import azure, gs, server
-from tests.stores.hub import URL, Hub
-from tests.stores.hub import environment as of_hub
-from tests.stores.hub import needs_extra as needs_hub
 from tests.stores.server import BUCKET, FaultProxy, credentials, in_environment
 from tests.tools.conftest import tool  # noqa: F401
 from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
@@ -84,24 +81,9 @@ def port_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub of Hugging Face, which hf:// leads to in this process."""
-    needs_hub()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "user"))
-    hub = Hub()
-    with in_environment(of_hub(hub.url)):
-        yield hub
-    hub.close()
-
-
-@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """An empty place in the store that is named, s3 unless one is, which this process can reach."""
     name = getattr(request, "param", "s3")
-    if name == "hub":
-        yield Store(name, URL, of_hub(request.getfixturevalue("hub").url))
-        return
     proxy = FaultProxy(request.getfixturevalue("port_of")(name))
     scheme, here = "s3", credentials(proxy.port)
     if name == "gs":

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,11 +137,7 @@ def using(port: int, **more: str) -> Iterator[None]:
 def in_environment(environment: dict[str, str]) -> Iterator[None]:
     """Let the stores of this process be those of an environment."""
     bucket._open.cache_clear()
-    with mock.patch.dict(os.environ, environment), ExitStack() as patches:
-        if endpoint := environment.get("HF_ENDPOINT"):
-            from huggingface_hub import constants  # it reads its address when it is imported
-
-            patches.enter_context(mock.patch.object(constants, "ENDPOINT", endpoint))
+    with mock.patch.dict(os.environ, environment):
         yield
     bucket._open.cache_clear()
 

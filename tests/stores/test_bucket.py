@@ -59,7 +59,6 @@ def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("store", ["s3", "hub"], indirect=True)
 def test_a_file_that_changes_while_it_is_read_is_named(url, monkeypatch):
     monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
     path = place(url) / "large"

@@ -102,7 +102,6 @@ def test_what_is_wrong_with_a_bucket_is_one_line_before_anything_starts(url, tmp
 
 
 LEGAL = "legal: s3://, gs:// or az://BUCKET/FOLDER"
-OF_HUB = "hf://buckets/OWNER/NAME/FOLDER"
 DATA = "training.dataset_path"
 
 
@@ -110,12 +109,10 @@ DATA = "training.dataset_path"
     ("key", "value", "named"),
     [
         ("job.dump_folder", "s3://bucket/run", "a folder here"),
-        ("model.hf_assets_path", "hf://me/model", "a folder here"),
+        ("model.hf_assets_path", "gs://me/model", "a folder here"),
         ("job.dump_folder", "gs://bucket/run", "titanlite checkpoint cp URL FOLDER"),
         ("checkpoint.folder", "s3://", LEGAL),
-        ("checkpoint.folder", "hf://buckets/me/runs", "legal: a folder"),
-        ("checkpoint.initial_load_path", "hf://me/model", OF_HUB),
-        ("checkpoint.initial_load_path", "hf://buckets/me", OF_HUB),
+        ("checkpoint.initial_load_path", "hf://me/model", LEGAL),
         (DATA, "s3://bucket/text", "a folder here"),
         (DATA, "hf://me/x", "legal: a folder here, or s3://"),
         (DATA, "s3://", "legal: a folder here, or s3://"),

@@ -94,9 +94,6 @@ $ titanlite checkpoint export
 $ titanlite checkpoint import
 + outputs/checkpoint/hf-step-24 imported
 = imported \d+ tensors: imported/step-0
-$ titanlite checkpoint rm
-+ outputs/checkpoint/step-8
-= removed .*step-8
 $ titanlite generate
 = titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self,
 $ titanlite evaluate
@@ -146,7 +143,8 @@ ELSEWHERE = {
     'hf download REPO --include "tokenizer*" --local-dir DIR': (
         "needs a network, and is a command of huggingface_hub"
     ),
-    "sbatch scripts/slurm/train.slurm --config mine.toml": "needs SLURM",
+    "sbatch scripts/slurm/train.slurm --config llama_70b.toml": "tests/multinode/test_slurm.py",
+    "sbatch scripts/slurm/train.slurm --config mine.toml": "tests/multinode/test_slurm.py",
     "source .venv/bin/activate": "tests/launch/test_environment.py",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
     "titanlite init my_model": "tests/tools/test_init.py",

@@ -2,8 +2,9 @@
 
 import re
 
-LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER, or hf://buckets/OWNER/NAME/FOLDER"
-_URL = re.compile(r"((?:s3|gs|az)://[^/]+|hf://buckets/[^/]+/[^/]+)(?!.*//)(?:/(.*))?")
+LEGAL_URLS = "s3://, gs:// or az://BUCKET/FOLDER"
+COPY_FIRST = "must be a folder here: copy it first, e.g. aws s3 cp --recursive URL FOLDER"
+_URL = re.compile(r"((?:s3|gs|az)://[^/]+)(?!.*//)(?:/(.*))?")
 
 
 def split_url(url: str) -> tuple[str, str] | None:

@@ -20,6 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titanlite.config.urls import COPY_FIRST
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
 
@@ -54,8 +55,6 @@ class Documents:
     """Names in the folder that are not read."""
     text_key: str = "text"
     """The field of a line, or the column, that holds the text."""
-    url: str = ""
-    """Where the files are, if `root` is a copy."""
 
     @property
     def are_plain(self) -> bool:
@@ -72,7 +71,7 @@ class Documents:
             f"only {', '.join(SUFFIXES)} files are read, no links to folders, "
             "and no folders without permission"
         )
-        return f"{self.url or self.root}: {len(self.skipped)} skipped: {names} ({rule})"
+        return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
         """Hash the files' names and sizes and the tokenizer's fingerprint."""
@@ -88,12 +87,6 @@ class Documents:
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
         files = map(str, zip(self.names, self.sizes, times, strict=True))
         return fingerprint("\n".join([str(self.root.resolve()), *files]))
-
-    def bring(self) -> None:
-        """Make the files those of `root`, if they are elsewhere."""
-
-    def forget(self) -> None:
-        """Delete what `bring` has made."""
 
 
 @cache
@@ -120,6 +113,8 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
     `origin` is the config key, with its value, or the argument to name in an error.
     """
     root = Path(path)
+    if "://" in path:
+        raise UserError(COPY_FIRST, origin, value)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
             raise UserError(f"the file is not one of {', '.join(SUFFIXES)}", origin, value)
@@ -131,16 +126,18 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
             raise UserError("no permission to read this folder", origin, value)
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         names = {p.relative_to(root).as_posix() for p in found}
-        read, skipped = chosen(names, {name for name in names if (root / name).is_file()})
+        read, skipped = _chosen(names, {name for name in names if (root / name).is_file()})
         documents = _sorted_documents(root, [root / name for name in read])
         documents = replace(documents, skipped=tuple(skipped))
     else:
         raise UserError("there is no such folder or file", origin, value)
-    refuse_empty(documents, origin, value)
+    if not sum(documents.sizes):
+        why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
+        raise UserError(why, origin, value)
     return documents
 
 
-def chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
+def _chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
     """Return which files below a folder are read, and which names are skipped. A hidden one is
     neither, and a.jsonl.gz has the text of a.jsonl.
     """
@@ -148,12 +145,6 @@ def chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
     files = {name for name in visible & files if name.endswith(SUFFIXES)}
     read = files - {f"{name}.gz" for name in files}
     return sorted(read), sorted(visible - read)
-
-
-def refuse_empty(documents: Documents, origin: str, value: str | None) -> None:
-    if not sum(documents.sizes):
-        why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
-        raise UserError(why, origin, value)
 
 
 def require_folder(key: str, path: str) -> None:

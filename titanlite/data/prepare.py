@@ -96,8 +96,6 @@ def prepare(
         return existing
     if not is_remote(out) and out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
-    for documents in sources.values():
-        documents.bring()
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
     todo = [unit for unit in units if not _shard_path(staging, unit).exists()]
@@ -111,8 +109,6 @@ def prepare(
         progress(done, total)
     manifest = {"state": state, **_manifest(units, staging, tokenizer, fingerprint, assets)}
     _publish(staging, out, manifest, assets)
-    for documents in sources.values():
-        documents.forget()
     return manifest
 
 
@@ -265,8 +261,7 @@ def _manifest(
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
         counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
         crc32 = np.fromfile(path, dtype=np.uint32, count=4)[3]
-        own = {"source": unit.source, "crc32": int(crc32)}
-        shards.append({"file": path.name, **counts, **own})
+        shards.append({"file": path.name, **counts, "source": unit.source})
         content = zlib.crc32(crc32.tobytes(), content)
         source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
         sources[unit.source] = {key: source[key] + count for key, count in counts.items()}

@@ -73,23 +73,6 @@ def mlflow(config: Values, run_id: str) -> Tracker:
     return log, mlflow.set_tags, lambda state: mlflow.end_run(states[state])
 
 
-def trackio(config: Values, run_id: str) -> Tracker:
-    import trackio
-
-    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    run = trackio.init(project, run_id, config=config, resume="allow", embed=False)
-    return run.log, run.log, lambda state: run.finish()
-
-
-def comet(config: Values, run_id: str) -> Tracker:
-    import comet_ml
-
-    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", f"{config['job.dump_folder']}/comet")
-    run = comet_ml.start(experiment_key=run_id)
-    run.log_parameters(config)
-    return run.log_metrics, run.log_others, lambda state: run.end()
-
-
 class Background:
     """A tracker as a sink: training never waits for it, but a short time at the start and the end.
 

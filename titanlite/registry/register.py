@@ -170,8 +170,6 @@ def register_sink(spec: SinkSpec) -> SinkSpec:
 _built_in = "titanlite.observe.trackers"
 register_sink(SinkSpec("wandb", f"{_built_in}:wandb", "wandb", "WANDB_MODE=offline"))
 register_sink(SinkSpec("mlflow", f"{_built_in}:mlflow", "mlflow"))
-register_sink(SinkSpec("trackio", f"{_built_in}:trackio", "trackio"))
-register_sink(SinkSpec("comet", f"{_built_in}:comet", "comet_ml", "COMET_START_ONLINE=0"))
 
 
 def import_package(package: str) -> None:

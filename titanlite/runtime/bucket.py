@@ -1,5 +1,5 @@
 """Object stores, by obstore: `place` returns for a URL what a Path is for a folder, as far as
-checkpoints need one. Those of Hugging Face are in hub.py.
+checkpoints need one.
 
 A stored object is whole or not there, and nothing is renamed. Every request is bounded in time. No
 fork may use a store: the child would hang, and its parent.
@@ -22,7 +22,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 from titanlite.config.urls import LEGAL_URLS, split_url
-from titanlite.errors import OK, print_notice
+from titanlite.errors import OK, UserError, print_notice
 from titanlite.runtime.store_credentials import options_of
 from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
 
@@ -173,21 +173,16 @@ class Bucket:
                 return
         del found  # nothing of it is read
         try:
-            yield from self.in_ranges(key, size, tag)
+            for start in range(0, size, _RANGE):
+                content, entry = self.read_range(key, start, min(_RANGE, size - start))
+                if entry["e_tag"] != tag:
+                    raise BucketError(f"{self.url}/{key} changed while it was read")
+                yield content
         except BucketError as error:
             if WHOLE not in error.why:
                 raise
             with self.explained(key):
                 yield from self.call("get", key).stream()
-
-    def in_ranges(self, key: str, size: int, tag: str | None = None) -> Iterator[bytes]:
-        """Yield the content of an object in pieces."""
-        for start in range(0, size, _RANGE):
-            content, entry = self.read_range(key, start, min(_RANGE, size - start))
-            tag = tag or entry["e_tag"]
-            if entry["e_tag"] != tag:
-                raise BucketError(f"{self.url}/{key} changed while it was read")
-            yield content
 
 
 def _pieces(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[memoryview]:
@@ -281,30 +276,33 @@ def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:
 
 @cache
 def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
-    if url.startswith("hf:"):
-        from titanlite.runtime.hub import HubBucket
-
-        return HubBucket(url)
     return Bucket(url, patience, uploads)
+
+
+def local_folder(text: str) -> Path:
+    """Return a folder of this machine, where no URL is accepted."""
+    if "://" in text:
+        raise UserError(f"{text}: legal: a folder here, which the store's own command can upload")
+    return Path(text)
 
 
 def is_remote(path: object) -> bool:
     return isinstance(path, BucketPath)
 
 
-def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
-    """Raise unless this process may list, write, read and delete there, and unless the store can
-    refuse a second writer, if it must; return a warning, or nothing.
+def check(url: str, patience: float = 5) -> None:
+    """Raise unless this process may list, write, read and delete there, and the store can refuse a
+    second writer.
     """
     root: Any = place(url, patience)
     probe = root / f".probe-{uuid4().hex}"
-    warning, what = "", "list"
+    what = "list"
     try:
         root.is_dir()
         what = "write"
         probe.bucket.put(probe.key, [b"titanlite"], 0)
         overwrites = False
-        for tag in ["create", {"e_tag": '"0"', "version": "0"}] * exclusive:
+        for tag in ["create", {"e_tag": '"0"', "version": "0"}]:
             overwrites |= probe.bucket.put_if(probe.key, uuid4().bytes, tag) is not None
         what = "read"
         try:
@@ -312,7 +310,6 @@ def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
         except BucketError as error:
             if WHOLE not in error.why:
                 raise
-            warning = f"{error}, so that a large file is read in one request of {_TIMEOUT} s"
         what = "delete"
         probe.unlink()
     except BucketError as error:
@@ -323,7 +320,6 @@ def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
             f"{url}: the store overwrites what it was asked to keep, so that two runs "
             "would mix there; legal: a folder, from which checkpoint.after_save copies"
         )
-    return warning
 
 
 def in_own_process(module: str, *arguments: str) -> str:

@@ -19,13 +19,10 @@ WHOLE = "the store answers a range with the whole object"
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _CAUSES = {
     **dict.fromkeys(NO_BUCKET, "there is no such bucket"),
-    "BucketNotFound": "there is no such bucket, or not for this token",
-    "OfflineMode": "HF_HUB_OFFLINE is set",
     **dict.fromkeys(
         ("PermissionDenied", "403 Forbidden"), "the credentials do not allow this (or are wrong)"
     ),
     **dict.fromkeys(("Unauthenticated", "status code: 401"), "the credentials were not accepted"),
-    "401 Unauthorized": "no token that is accepted: set HF_TOKEN, or run `hf auth login`",
     "ExpiredToken": "the credentials have expired",
     "redirect": "another region has the bucket: set AWS_REGION",
     "dns error": "the host is unknown",
@@ -37,8 +34,13 @@ _CAUSES = {
     "429 Too Many": "the store is too busy",
 }
 _NO_ANSWER = (
-    *("dns error", "refused", "Timeout", "SlowDown", "sending request", "code: 5"),
-    *("ConnectError", "Server error", "429 Too Many"),
+    "dns error",
+    "refused",
+    "Timeout",
+    "SlowDown",
+    "sending request",
+    "code: 5",
+    "429 Too Many",
 )
 
 

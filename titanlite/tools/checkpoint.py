@@ -1,11 +1,10 @@
-"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export, import and remove them,
-without process groups.
+"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export and import them, without
+process groups.
 
 Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its
 config names is imported only if the command line names it too."""
 
 import json
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -13,32 +12,24 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
-    committed,
     faults,
-    is_complete,
-    latest_complete,
-    point_latest,
     read_document,
     read_manifest,
     read_state,
-    step_folder,
-    step_of,
 )
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import is_remote, local_folder, place
 from titanlite.tools.checkpoint_cp import copy
 from titanlite.tools.checkpoint_hf import export, import_folder
-from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import (
     DOCUMENTS,
     brought,
@@ -52,7 +43,7 @@ _SHOWN_DIFFERENCES = 10
 _COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
 _ABOUT = (
     "a checkpoint (…/step-N), or {} of a folder of them or of a run's dump folder; "
-    "also a URL (s3://, gs://, az://, hf://buckets/)"
+    "also a URL (s3://, gs://, az://)"
 )
 _PLACE = (_ABOUT.format("the latest complete one"), place)
 _ALL = _ABOUT.format("all")
@@ -205,43 +196,6 @@ def _difference(
     return f"{count}, by {distance.max():.3g} at most"
 
 
-def _rm(arguments: Namespace) -> int:
-    from titanlite.checkpoint.cleanup import delete
-
-    # A link is removed, not its target.
-    folders = [
-        path if is_remote(path) else Path(os.path.abspath(path)) for path in arguments.step_folder
-    ]
-    for folder in folders:
-        if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
-            raise UserError(
-                f"{folder} is not a complete checkpoint: "
-                f"it must be named step-N and have a {MANIFEST}"
-            )
-    for root in {folder.parent for folder in folders}:
-        for resumable, what in (
-            (False, "complete checkpoint"),
-            (True, "checkpoint that can be resumed"),
-        ):
-            steps = (step_folder(root, step) for step in committed(root))
-            of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
-            if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
-                raise UserError(f"{root} would have no {what} left; --force removes them anyway")
-    for given, folder in zip(arguments.step_folder, folders, strict=True):
-        if arguments.dry_run:
-            print(f"would remove {given}")
-            continue
-        if is_remote(folder):
-            transfer.remove(folder)
-            print(f"removed {given}")
-            continue
-        hold_run(folder)
-        delete(folder)
-        point_latest(folder.parent, latest_complete(folder.parent))
-        print(f"removed {given}")
-    return 0
-
-
 def _environment(folder: Path) -> tuple[str, str]:
     """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
@@ -298,7 +252,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "export outputs hf",
         {
             "FOLDER": _PLACE,
-            "OUT": ("a folder that does not exist, or hf://OWNER/NAME, a model on the hub", str),
+            "OUT": ("a folder that does not exist", local_folder),
             "--format hf|safetensors|peft|torchtitan|dcp": (
                 "hf: for transformers, with adapters added (default); safetensors: the tensors as "
                 "the checkpoint names them; peft: the adapters alone, for peft; torchtitan: a "
@@ -323,8 +277,8 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "import Llama-3.2-1B start\n\nThe model is that of config.json, "
         "unless config keys name it: [--config FILE.toml …] [--model.KEY VALUE …]",
         {
-            "HF_FOLDER": ("config.json and *.safetensors", Path),
-            "OUT": ("where step-0 is written", Path),
+            "HF_FOLDER": ("config.json and *.safetensors", local_folder),
+            "OUT": ("where step-0 is written", local_folder),
         },
     ),
     "cp": (
@@ -339,16 +293,6 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
                 place,
             ),
             "--all": "every complete checkpoint of FROM; those that are there stay as they are",
-        },
-    ),
-    "rm": (
-        _rm,
-        "remove checkpoints, but never the last complete one",
-        "rm outputs/checkpoint/step-500",
-        {
-            "STEP_FOLDER …": ("named step-N, also a URL", place),
-            "--dry-run": "only print what would be removed",
-            "--force": "even the last complete one",
         },
     ),
 }

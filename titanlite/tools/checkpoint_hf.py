@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +24,14 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.data.stored_text import state_of
+from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes, print_notice, some_of
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters, is_adapter
-from titanlite.runtime import hub, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.tools.checkpoint_torchtitan import export_dcp
-from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
 if TYPE_CHECKING:
@@ -45,29 +42,16 @@ if TYPE_CHECKING:
 
 
 def export(arguments: Namespace) -> int:
-    """Write the weights of a checkpoint for other programs, or upload them."""
+    """Write the weights of a checkpoint for other programs."""
     out = arguments.out
     _refuse_existing(out)
-    if "://" not in out and committed(Path(out).absolute().parent):
-        hold_run(Path(out))
     folder = find_checkpoint(arguments.folder)
     with brought(folder) as source:
         contents = None if arguments.verify == "full" else ()
         manifest = whole_manifest(source, contents, "; nothing was exported")
-        with _target(out, folder.name) as target:
-            _export(source, manifest, target, arguments)
+        _export(source, manifest, out, arguments)
     print(f"exported step {manifest.step}: {out}")
     return 0
-
-
-@contextmanager
-def _target(out: str, name: str) -> Iterator[Path]:
-    """Yield the folder to write; of a URL one that is uploaded when it is written."""
-    if "://" in out:
-        with hub.uploaded(out, name) as target:
-            yield target
-        return
-    yield Path(out)
 
 
 def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
@@ -75,7 +59,6 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     import torch
 
     from titanlite.checkpoint.base import BaseWeights
-    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.export import export as write_export
     from titanlite.checkpoint.hf.export import merged, plain_tensors
     from titanlite.checkpoint.hf.names import documents as hf_documents
@@ -88,9 +71,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
-    with writing(target), progress_bar("tensors", "exporting: ") as show:
-        _refuse_existing(str(target))
-        clear_leftovers(target.parent, re.escape(target.name))
+    with progress_bar("tensors", "exporting: ") as show:
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
             documents = {CONFIG: store.read(folder / CONFIG)}
@@ -108,9 +89,9 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             spec, flavor = _model(folder, config, arguments.package)
             translation = _translation(folder, manifest, spec, flavor)
             if manifest.base and arguments.format != "peft":
-                weights = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
-                shapes = {f"model.{name}": shape for name, shape in translation.shapes.items()}
-                read = weights.joined(read, manifest, shapes, config.training.dtype)
+                base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
+                kind = getattr(torch, config.training.dtype)
+                read = base.joined(read, manifest, translation.shapes, kind)
             fetch = _counted(read, len(translation.shapes), show)
             if arguments.format == "peft":
                 export_adapters(target, translation, fetch, start)
@@ -121,10 +102,8 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
                 write_export(target, tensors, documents, merged(fetch, translation))
 
 
-def _refuse_existing(out: str) -> None:
-    if "://" in out:
-        hub.refuse_existing(out)
-    elif store.exists(Path(out)):
+def _refuse_existing(out: Path) -> None:
+    if store.exists(out):
         raise UserError(f"{out} exists, and an export overwrites nothing")
 
 
@@ -210,7 +189,6 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     """Write a checkpoint that starts from a Hugging Face folder."""
     import torch
 
-    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
@@ -237,9 +215,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
         "imported_from": str(source),
     }
     dtype = getattr(torch, config.training.dtype)
-    with writing(target):
-        clear_leftovers(target)
-        folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
+    folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
     print(f"imported {len(weights.names)} tensors: {folder}")
     options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
     print(f"to start from them: {shlex.join(options)}")
@@ -254,12 +230,18 @@ def copy_folder(source: Any, target: Path) -> int:
         )
     entries = source.below()
     sizes = {name: entry["size"] for name, entry in entries.items()}
-    draft = target.with_name(f".{target.name}.{state_of(source, entries)}.part")
+    draft = target.with_name(f".{target.name}.{_state_of(source, entries)}.part")
     store.copy_below(source, sizes, draft)
     store.rename(draft, target)
     size = format_bytes(sum(sizes.values()))
     print(f"{source} is now in {target}: {len(sizes)} files, {size}")
     return 0
+
+
+def _state_of(root: Path, entries: Mapping[str, Any]) -> str:
+    """Hash what a list says of files below a place."""
+    tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
+    return fingerprint(f"{root} {sorted(tags)}")
 
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:

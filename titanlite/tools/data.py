@@ -16,23 +16,22 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
-from titanlite.data.documents import SUFFIXES, Documents
+from titanlite.data.documents import SUFFIXES, Documents, text_files
 from titanlite.data.prepare import prepare, staging_folder
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
-from titanlite.data.stored_text import find_text
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
+from titanlite.runtime import lock
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.cluster import cores
-from titanlite.tools.exclusive import writing
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
-        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them, also URLs",
+        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
         "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
         "--text-key NAME": ("the field or column that has the text (default: text)", str, "text"),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
@@ -66,17 +65,24 @@ def _prepare(arguments: Namespace) -> int:
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
     key = arguments.text_key
     documents = {
-        source: replace(find_text(source, arguments.out), text_key=key) for source in arguments.src
+        source: replace(text_files("SRC", source, source), text_key=key) for source in arguments.src
     }
     _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
     is_url = is_remote(arguments.out)
     target = staging_folder(arguments.out) if is_url else arguments.out
-    with writing(target), progress_bar("bytes") as report:
-        manifest = prepare(
-            documents, arguments.tokenizer, arguments.out, arguments.workers, report, print_notice
-        )
+    lock_file = target.parent / f".{target.name}.lock"
+    try:
+        lock.take(lock_file, str(target))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written to: {error}") from None
+    options = arguments.tokenizer, arguments.out, arguments.workers
+    try:
+        with progress_bar("bytes") as report:
+            manifest = prepare(documents, *options, report, print_notice)
+    finally:
+        lock_file.unlink()
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]
@@ -90,8 +96,7 @@ def _require_apart(sources: dict[str, Documents]) -> None:
     seen: dict[str, str] = {}
     for source, documents in sources.items():
         for name in documents.names:
-            url = f"{documents.url}/{name}" if documents.url else ""
-            file = url or str((documents.root / name).resolve())
+            file = str((documents.root / name).resolve())
             if (other := seen.setdefault(file, source)) != source:
                 raise UserError(f"SRC {other} and {source} both have {file}; drop one of them")
 
@@ -121,8 +126,8 @@ def _show(arguments: Namespace) -> int:
     if not is_config:
         size = tokenizer.vocab_size if tokenizer else _LARGEST
     job = replace(job, shape=replace(job.shape, vocab_size=size))
-    cache_folder = config.training.dataloader.cache_folder
-    if manifest := read_manifest(folder_of("training", config.training.dataset_path, cache_folder)):
+    manifest = read_manifest(folder_of("training", config.training.dataset_path))
+    if manifest:
         _describe(manifest)
     data = training_data(job, tokenizer, config.debug.seed or 0)
     everything = RankSlice(0, 1, arguments.n)
