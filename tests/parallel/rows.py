@@ -43,6 +43,7 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.torch_private import compiled_graphs
+from titanlite.train.forward import take
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, model_loss
 from titanlite.train.report import loss_over_ranks
@@ -152,7 +153,7 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 def own_batches(run: Trainer) -> list[Any]:
     """Return this rank's part of the ragged batch."""
     mine = micro_batches(*ragged_batch(), run.data.rank_slice)
-    return [run.runner.take(batch) for batch in mine]
+    return [take(run.runner.model, batch) for batch in mine]
 
 
 def prefer(run: Trainer, experts: Collection[int]) -> None:

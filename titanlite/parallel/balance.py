@@ -24,8 +24,6 @@ class Balance:
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
         """Move the biases, unless the step is skipped, and begin to count the next step."""
-        if not self.routers:
-            return
         rows = []
         for router in self.routers:
             rows.append(torch.cat([router.counts.double(), router.auxiliary.double()[None]]))

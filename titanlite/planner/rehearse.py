@@ -52,7 +52,7 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
-from titanlite.train.forward import build_runner
+from titanlite.train.forward import build_runner, take
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
@@ -171,7 +171,7 @@ def blank_batches(runner: StepRunner) -> list[MicroBatch]:
         job.config.training.seq_len,
     )
     blank = (torch.zeros(shape, dtype=torch.int64) for _ in range(job.batch.accumulation))
-    return [runner.take(MicroBatch(rows)) for rows in blank]
+    return [take(runner.model, MicroBatch(rows)) for rows in blank]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:

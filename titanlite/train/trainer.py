@@ -45,7 +45,7 @@ from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algor
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.train.bad_steps import Spike
-from titanlite.train.forward import build_runner
+from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
@@ -289,7 +289,7 @@ class Trainer:
         count = self.data.rank_slice.accumulation
         with self.report.clock.waiting_for_data():
             batches = islice(self.batches, count)
-            micro_batches = [self.runner.take(batch) for batch in batches]
+            micro_batches = [take(self.runner.model, batch) for batch in batches]
         if len(micro_batches) < count:
             raise self._data_ended()
         return micro_batches

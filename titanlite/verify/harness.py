@@ -26,6 +26,7 @@ from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import pick_device
+from titanlite.train.forward import take
 from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
 from titanlite.verify.known_faults import FAULTS
@@ -109,7 +110,7 @@ class InstrumentedTrainer(Trainer):
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
         own_rows = whole.rows.chunk(rank_slice.ranks)[rank_slice.coordinate]
         batches = map(MicroBatch, own_rows.chunk(rank_slice.accumulation))
-        self.micro_batches = [*map(self.runner.take, batches)]
+        self.micro_batches = [take(self.runner.model, each) for each in batches]
         self.measured: Measured = {}
         self.record = StepRecord(job, job.layout.coordinates(self.rank_info.rank)["pp"])
         self.report.close()
