@@ -37,6 +37,7 @@ class Balance:
         moves = (counts.mean(-1, keepdim=True) - counts).sign()
         moves = torch.where(skipped, 0, moves - moves.mean(-1, keepdim=True))
         for router, move in zip(self.routers, moves, strict=True):
+            assert router.bias is not None
             router.bias.add_(move, alpha=router.rate)
 
     def load(self) -> dict[str, float]:
