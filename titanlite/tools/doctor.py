@@ -119,6 +119,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     from titanlite.observe.run_folder import git_revision
     from titanlite.parallel.mesh import build_mesh
     from titanlite.runtime.distributed import gather_on_rank_0, pick_device, process_group
+    from titanlite.tools.slow_ranks import exchange_in_pairs, slow_ranks
     from titanlite.train.network import check_network
     from titanlite.train.rank_facts import facts_of, notable, require_equal
 
@@ -142,6 +143,8 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         lines = [f"warning: {line}" for line in notable(facts)]
         if rank.world > 1:
             lines = check_network(mesh, device, facts)
+            rounds = exchange_in_pairs(device)
+            lines += [f"warning: {line}" for line in slow_ranks(rounds, facts)]
         if not any(line.startswith("warning") for line in lines):
             lines.append("nothing looks wrong")
         if rank.rank == 0:

@@ -5,7 +5,6 @@ matplotlib.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,6 @@ import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import NOTICES
 from titanlite.observe.events import DONE, read_events
 from titanlite.observe.run_folder import METRICS
 
@@ -75,21 +73,19 @@ class Run:
         return np.interp(self.validated["step"], known_steps, known_x), self.values(key)
 
     def events(self) -> list[tuple[str, str]]:
-        """Return what the run planned, saved and suffered: names and texts."""
+        """Return what the run needed, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         restarts = sum(event["event"] == "restart" for event in self.history)
         memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
-        planned = re.findall("planned peak ([^;\n]+)", text_of(logs / NOTICES))
         saves = f"{len(self.saved)}"
         for save in self.saved[-1:]:
             saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
         on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
         whole = " (the whole process, with Python and torch)" if on_cpu else ""
-        planned = f"planned {', '.join(planned)}" if planned else "no plan"
         measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
         ending = self.stop.get("why", "")
         return [
-            ("memory", f"{measured}, {planned}"),
+            ("memory", measured),
             ("saves", saves),
             ("restarts", f"{restarts} since the first start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
