@@ -8,14 +8,12 @@ seconds of one thread. Nothing here knows a network, a GPU or a shared file syst
 from __future__ import annotations
 
 import json
-import pickle
 import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -36,8 +34,6 @@ from titanlite.fault.decide import Decider, Restarts  # noqa: E402
 from titanlite.fault.status import Beat, Status, dump  # noqa: E402
 from titanlite.launch.workers import POLL_SECONDS  # noqa: E402
 from titanlite.optim.muon import Spread, _plan  # noqa: E402
-from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts  # noqa: E402
-from titanlite.train.rank_facts import Facts  # noqa: E402
 
 RANKS = (64, 512, 4096, 16_384, 98_304)
 A_NODE = 8
@@ -47,35 +43,6 @@ def processor_seconds(action: Callable[[], Any]) -> float:
     began = time.process_time()
     action()
     return time.process_time() - began
-
-
-def network(ranks: int) -> dict[str, float]:
-    """Rank 0's judgment of groups and pairs, from what every rank sends."""
-    bits = (ranks - 1).bit_length()
-    grid = torch.arange(ranks).view(-1, A_NODE)
-    mesh = SimpleNamespace(mesh=grid, shape=grid.shape, mesh_dim_names=("dp_shard", "tp"))
-    sent = (
-        {"dp_shard": (8_000_000, 0.01), "tp": (8_000_000, 0.001)},
-        [(8_000_000, 0.001 + bit / 1e6) for bit in range(bits)],
-    )
-    everyone = [sent] * ranks
-    facts = [
-        Facts(rank, f"{rank // A_NODE}", "", "", "cuda", "", "", "", "", [], "", 0, "", 0.0)
-        for rank in range(ranks)
-    ]
-
-    def judge() -> None:
-        groups = {
-            name: _timed_groups(mesh, name, [seen[name] for seen, _ in everyone])  # type: ignore[arg-type]
-            for name in sent[0]
-        }
-        rounds = [_timed_pairs(bit, [seen[bit] for _, seen in everyone]) for bit in range(bits)]
-        assert not slow_parts(groups, rounds, facts)
-
-    return {
-        "preflight: rank 0 judges the network, s": processor_seconds(judge),
-        "preflight: a rank sends, bytes": len(pickle.dumps(sent)),
-    }
 
 
 def muon(ranks: int) -> dict[str, float]:
@@ -184,7 +151,7 @@ def mixture(ranks: int) -> dict[str, float]:
     return {"data: a mixture of 50 sources, s": processor_seconds(lambda: Mixture((*weights,)))}
 
 
-LAWS = (network, muon, board, replicas, checkpoint, shards, mixture)
+LAWS = (muon, board, replicas, checkpoint, shards, mixture)
 
 
 def main() -> None:

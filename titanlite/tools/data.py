@@ -126,8 +126,8 @@ def _show(arguments: Namespace) -> int:
     if not is_config:
         size = tokenizer.vocab_size if tokenizer else _LARGEST
     job = replace(job, shape=replace(job.shape, vocab_size=size))
-    cache_folder = config.training.dataloader.cache_folder
-    if manifest := read_manifest(folder_of("training", config.training.dataset_path, cache_folder)):
+    manifest = read_manifest(folder_of("training", config.training.dataset_path))
+    if manifest:
         _describe(manifest)
     data = training_data(job, tokenizer, config.debug.seed or 0)
     everything = RankSlice(0, 1, arguments.n)
