@@ -192,7 +192,7 @@ class Trainer:
         self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                export_step(self.checkpoints, self.step, self.state, self.data.tokenizer)
+                export_step(self.checkpoints, self.step, self.data.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()
