@@ -28,7 +28,6 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import pick_device
 from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
-from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 from titanlite.verify.step_record import StepRecord
@@ -39,11 +38,9 @@ def measure(
     overrides: list[str],
     reference: str,
     row: Row,
-    fault: str,
     role: tuple[str, Role] | None,
 ) -> Mismatch:
-    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known
-    fault if named.
+    """Return this rank's worst mismatch with the file `reference` in the job of a row.
 
     `role` is a row of the model's table and the role that it has instead. A job that does not run
     raises RowFailed, so that the pool ends the ranks that wait for this one."""
@@ -55,14 +52,13 @@ def measure(
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
     try:
-        with FAULTS[fault].put_in() if fault else nullcontext():
-            gpus = torch.cuda.device_count() or world
-            rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
-            job = build_job(overrides, world)
-            trainer = InstrumentedTrainer(
-                with_role(job, *role) if role else job, rank_info, row.batch
-            )
-            measured = trainer.measure_steps()
+        gpus = torch.cuda.device_count() or world
+        rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
+        job = build_job(overrides, world)
+        if role:
+            job = with_role(job, *role)
+        trainer = InstrumentedTrainer(job, rank_info, row.batch)
+        measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(
