@@ -156,7 +156,7 @@ def received_and_held(argv: list[str], folder: str) -> tuple[int, int, int]:
 
     with watching(Stage, RECEIVES, see), watching(Pipeline, ["begin"], count):
         forward_backward(run, own)
-    kept = most_kept(orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()])
+    kept = most_kept(orders(run.job.stages)[run.runner.context.mesh.world["pp"].get_local_rank()])
     return len(received), most - kept, held()
 
 

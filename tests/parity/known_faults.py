@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from titanlite.models.common.moe import Router
 from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.expert_parallel import is_router
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
 from titanlite.verify.harness import measure
@@ -89,7 +89,7 @@ def expert_sum_over_ep(set_sums, model, context, experts):
 @fault("parallel.tensor_parallel.forward_with_converted_params", "ep2 of tp2")
 def router_unsummed(replace_forward, convert, module, own):
     """each rank of tensor parallel keeps its own tokens' gradient of the router"""
-    replace_forward(local_part if is_router(module) else convert, module, own)
+    replace_forward(local_part if isinstance(module, Router) else convert, module, own)
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")

@@ -168,6 +168,9 @@ class Pipeline:
         self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
         """Parameters that another stage has as well, and counts."""
+        self.after_backward: list[Callable[[], None]] = []
+        if self.tied:
+            self.after_backward.append(self.sum_tied_gradients)
         self.actions: list[str] = []
         """This rank's actions in the last step."""
         self.micro_batches: list[StageInput] = []
