@@ -7,7 +7,7 @@ Each round times the plain gather (one copy of each window, in the same order, i
 the trainer's loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as
 in training. Nothing else runs meanwhile, so the time to hand over a batch counts fully. Prints
 ratios of medians; the start of workers is excluded. With --root, the loader in this thread reads
-the same shards, which `titanlite data prepare` made, in a folder, by range and from the cache."""
+the same shards, which `titanlite data prepare` made, in a folder and by range."""
 
 from __future__ import annotations
 
@@ -82,25 +82,16 @@ def main() -> None:
 
 
 def _compare_with_a_store(arguments: argparse.Namespace) -> None:
-    """Print the time of the same windows by range and from the cache, in that from a folder."""
+    """Print the time of the same windows by range, in that from a folder."""
     seq = arguments.seq
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        cached = Dataloader(cache_folder=folder, cache_gib=8)
-        ways = {
-            "in a folder": (arguments.shards, Dataloader()),
-            "by range": (arguments.root, Dataloader()),
-            "cached": (arguments.root, cached),
-        }
-        loaded = {way: list[float]() for way in ways}
-        for _ in range(arguments.rounds + 1):
-            for way, (path, settings) in ways.items():
-                source = open_shards("bench", path, 1 << 16, -1, settings)
-                data = Windows([Concatenated(source, seq, False, "bench")], seq, 0, repeat=True)
-                seconds = _time_loader(data, 0, prefetch=False)
-                loaded[way].append(seconds)
-            cache = open_shards("bench", arguments.root, 1 << 16, -1, cached)
-            while not all(shard.path.exists() for shard in cache._shards):
-                time.sleep(1)  # they are fetched
+    ways = {"in a folder": arguments.shards, "by range": arguments.root}
+    loaded = {way: list[float]() for way in ways}
+    for _ in range(arguments.rounds + 1):
+        for way, path in ways.items():
+            source = open_shards("bench", path, 1 << 16, -1)
+            data = Windows([Concatenated(source, seq, False, "bench")], seq, 0, repeat=True)
+            seconds = _time_loader(data, 0, prefetch=False)
+            loaded[way].append(seconds)
     for way, (_, *each) in loaded.items():
         per_window = 1e3 * np.median(each) / MEASURED / BATCH
         slower = ratio(each, loaded["in a folder"][1:])

@@ -144,7 +144,6 @@ def train(rounds: int, steps: int) -> None:
         "train",
         "--config",
         "debug.toml",
-        "--job.no_plan",
         "--job.device=cpu",
     ]
     command += [f"--training.steps={steps}", *(f"--{key}" for key in off)]

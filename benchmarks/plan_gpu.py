@@ -77,7 +77,11 @@ def compare(model: Model, options: list[str], steps: int, folder: Path) -> dict[
         f"--training.dataset_path={tokens}",
         "--model.hf_assets_path=",
     ]
-    overrides = [*model.overrides, *data, *options, "--job.no_plan"]
+    overrides = [
+        *model.overrides,
+        *data,
+        *options,
+    ]
     measured = measure(overrides, steps, timeout=LONGEST, NGPU="1")
     job = job_from(
         parse_command_line(overrides, {}),

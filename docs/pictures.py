@@ -33,7 +33,7 @@ from titanlite.planner.fake_world import FakeWorld  # noqa: E402
 from titanlite.tools.top import view  # noqa: E402
 
 FIRST_RUN = ROOT / "benchmarks" / "first_run"
-TAKEN = "metrics.jsonl", "config.toml", "events.jsonl", "logs/launcher.log", "logs/ranks.json"
+TAKEN = "metrics.jsonl", "config.toml", "events.jsonl", "logs/ranks.json"
 INK, SOFT, LINE, PAPER = "#1f2933", "#5f6b7a", "#d5dbe3", "#ffffff"
 RINGS = {1: "#0072b2", 2: "#009e73", 3: "#d99500", 4: "#8a94a3"}
 WIDTH = 920

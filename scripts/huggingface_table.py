@@ -39,7 +39,7 @@ from titanlite.verify.pool import Pool
 SETTINGS = """
     --training.seq_len=32 --training.local_batch_size=2 --training.global_batch_size=4
     --metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end --job.device=cpu
-    --job.no_plan --fault.no_preflight --debug.seed=3 --optimizer.name=SGD --optimizer.lr=0.05
+    --fault.no_preflight --debug.seed=3 --optimizer.name=SGD --optimizer.lr=0.05
     --lr_scheduler.warmup_steps=1 --lr_scheduler.total_steps=4 --model.name=transformers
     --model.flavor=hf
 """.split()

@@ -39,7 +39,7 @@ QUIET = [
 QUIET += (
     "--training.seq_len=16 --training.local_batch_size=2 --training.steps=3 "
     "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end "
-    "--checkpoint.no_enable --job.device=cpu --job.no_plan --fault.no_preflight"
+    "--checkpoint.no_enable --job.device=cpu --fault.no_preflight"
 ).split()
 TINY = [
     *QUIET,

@@ -59,7 +59,7 @@ RING_1_MAY_IMPORT = {
         optim optim.bf16_state optim.nvme optim.skip train.bad_steps train.chunked_loss
         """,
     "a job is its config, checked": """
-        config.load config.needs config.schema config.stages config.rules.facts
+        config.load config.needs config.schema config.stages config.rules.check
         config.rules.data config.rules.parallel config.rules.pipeline config.rules.run
         """,
     "the trainer starts, saves, validates, logs and stops": """

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KILL_AT = 25
 OPTIONS = """
     --training.steps 60 --training.local_batch_size 2 --validation.no_enable --generate.no_at_end
-    --metrics.no_enable_tensorboard --metrics.log_freq 1 --job.device cpu --job.no_plan
+    --metrics.no_enable_tensorboard --metrics.log_freq 1 --job.device cpu
     --checkpoint.enable --checkpoint.interval 10 --checkpoint.async_mode async
     --model.flavor debugmodel
     """.split()

@@ -31,7 +31,6 @@ ULYSSES = (
     "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses"
 )
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
-SHARDS = "--training.dataset=tokens --training.dataset_path=s3://bucket/shards"
 BY_DEFAULT = {  # what a run on one rank lacks: a key that needs it, and a value
     "pipeline parallel": "parallelism.pipeline_parallel_microbatch_size=2",
     "context parallel": "parallelism.context_parallel_rotate_method=ulysses",
@@ -40,7 +39,6 @@ BY_DEFAULT = {  # what a run on one rank lacks: a key that needs it, and a value
     "quantize.linear.float8.enable": "quantize.linear.float8.recipe_name=rowwise",
     "training.dataloader.num_workers": "training.dataloader.prefetch_factor=3",
     "a streamed data set": "training.dataloader.stall_timeout_seconds=5.0",
-    "token shards by URL": "training.dataloader.cache_folder=cache",
     "token shards": "training.dataloader.token_dtype=uint16",
     "checkpoint.enable": "checkpoint.interval=7",
     "checkpoint.enable or initial_load_path": "checkpoint.exclude_from_loading=['data']",
@@ -85,7 +83,6 @@ NO_EFFECT = [  # the same, further options of the run, and ranks
     (f'{MODE} "selective"', "activation_checkpoint.selective_ac_option=99", f"--{MODE}=full", 1),
     (f'{MODE} "memory_budget"', "activation_checkpoint.memory_budget=0.25", f"--{MODE}=full", 1),
     ("compile.components", "compile.enable=true", "--compile.components=[]", 1),
-    ("training.dataloader.cache_folder", "training.dataloader.cache_gib=7.0", SHARDS, 1),
     ("optimizer.weight_decay", "optimizer.no_decay=[]", "--optimizer.weight_decay=0.0", 1),
     ("steps of decay", "lr_scheduler.decay_type=cosine", "--lr_scheduler.decay_ratio=0.0", 1),
     ("steps of decay", "lr_scheduler.min_lr_factor=0.5", "--lr_scheduler.warmup_steps=3", 1),
@@ -138,7 +135,7 @@ REFUSED = {  # key: a value, what the message names beside it, further options o
     "checkpoint.initial_load_in_hf": ("true", "checkpoint.initial_load_path", ""),
 }
 NEVER_MOOT = """
-job.dump_folder job.description job.print_config job.device job.plan
+job.dump_folder job.description job.print_config job.device
 model.name model.flavor model.hf_assets_path model.converters model.package model.freeze
 model.overrides lora.rank
 training.local_batch_size training.global_batch_size training.seq_len training.max_norm

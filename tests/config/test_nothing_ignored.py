@@ -142,7 +142,6 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "faults/test_stop.py": "fault.grace_seconds fault.stop_after_minutes",
     "jobs.py": "job.dump_folder model.overrides",
     "launch/test_after_save.py": "checkpoint.after_save",
-    "launch/test_background.py": "job.plan",
     "launch/test_launch.py": "job.print_config job.device",
     "launch/test_nodes.py": "comm.init_timeout_seconds",
     "launch/test_terminal.py": "metrics.disable_color_printing",
@@ -181,7 +180,6 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "comm.checkpoint_timeout_seconds",
     "stores/test_bucket.py": "checkpoint.upload_parallel checkpoint.part_mib "
     "checkpoint.stall_timeout_seconds",
-    "stores/test_shards.py": "training.dataloader.cache_folder training.dataloader.cache_gib",
     "train/test_chunked_loss.py": "training.loss_chunks",
     "train/test_rank_facts.py": "fault.preflight",
     "train/test_trainer.py": "debug.deterministic training.gc_freq comm.train_timeout_seconds",

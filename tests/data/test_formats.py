@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from tests.messages import refused, says
-from titanlite.config.schema import Dataloader
 from titanlite.data.megatron import read_index
 from titanlite.data.olmo import read_table
 from titanlite.data.packing import LABELS, Concatenated, Packed
@@ -40,9 +39,8 @@ def write(folder: Path, documents: list[list[list[int]]], dtype: str = "uint16")
     return folder / "text.bin"
 
 
-def opened(path: Path, vocabulary: int = 300, **settings: Any):
-    given = Dataloader(**settings)
-    return open_source("training", "tokens", str(path), None, vocabulary, "text", given)
+def opened(path: Path, vocabulary: int = 300, token_dtype: str = ""):
+    return open_source("training", "tokens", str(path), None, vocabulary, "text", token_dtype)
 
 
 @pytest.mark.parametrize("dtype", CODES)

@@ -47,9 +47,6 @@ def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
     assert "already" in tool("checkpoint cp", url, back.parent, "--all")
     assert contents(back / "step-1") == contents(first)
     assert not [*(tmp_path / "user").glob("titanlite/*")]
-    tool("checkpoint rm", f"{url}/step-1")
-    assert list_folder(place(url)).keys() == {"step-2", "latest"}
-    assert not list_folder(place(f"{url}/step-1"))
 
 
 def test_a_committed_step_is_never_written_into(saved, tool, url, proxy, tmp_path):
@@ -114,20 +111,6 @@ def test_steps_that_a_rewind_has_set_aside_are_no_leftovers(saved, tool, url):
     transfer.set_aside(root, [1], logging.Logger("quiet"))
     assert transfer.remove_leftovers(root) == []
     assert transfer.ASIDE in list_folder(root / "step-1")
-
-
-@pytest.mark.long
-def test_rm_takes_the_manifest_first_and_keeps_the_last_step(saved, tool, url, proxy):
-    tool("checkpoint cp", saved, url)
-    says(tool("checkpoint rm", f"{url}/step-2", code=2), "--force")
-    tool("checkpoint cp", saved / "checkpoint/step-1", url)
-    proxy.fail("POST", after=1, status=403)
-    tool("checkpoint rm", f"{url}/step-1", code=2)
-    left = list_folder(place(f"{url}/step-1"))
-    assert left and MANIFEST not in left
-    proxy.heal()
-    assert tool("checkpoint rm", f"{url}/step-2", "--force") == f"removed {url}/step-2\n"
-    assert list_folder(place(url)).keys() == {"step-1", "latest"}
 
 
 def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_nothing(

@@ -1,8 +1,7 @@
-"""Token shards on object stores: the same windows as from a folder, by range or cached, and no
-fault of a store that goes unnoticed; and the real command on them.
+"""Token shards on object stores: the same windows as from a folder, and no fault of a store that
+goes unnoticed; and the real command on them.
 """
 
-import os
 import threading
 import time
 from collections import Counter
@@ -18,7 +17,6 @@ from tests.lanes import sample
 from tests.messages import refused, says
 from tests.runs import run
 from titanlite.cli import main
-from titanlite.config.schema import Dataloader
 from titanlite.data import prepare as preparing
 from titanlite.data import remote
 from titanlite.data.shards import MANIFEST, ShardSource
@@ -26,11 +24,9 @@ from titanlite.data.sources import open_shards
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import RunFailed
-from titanlite.launch.preflight import _open_dataset
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import copy, list_folder, read, write
-from titanlite.train.prepared import Prepared
 
 SAMPLES = 40
 
@@ -73,9 +69,8 @@ def windows(path: object, *more: str) -> Windows:
     return data
 
 
-def opened(url: str, cache: object = "", gib: float = 1) -> ShardSource:
-    settings = Dataloader(cache_folder=str(cache), cache_gib=gib)
-    return open_shards("training", url, 256, 0, settings)
+def opened(url: str) -> ShardSource:
+    return open_shards("training", url, 256, 0)
 
 
 def ids(source: ShardSource) -> list[int]:
@@ -88,42 +83,15 @@ def ids(source: ShardSource) -> list[int]:
     return [each for piece in pieces for each in piece]
 
 
-def cached(cache: Path) -> set[str]:
-    return {path.name for path in cache.glob("shards/*/shard-*.bin")}
-
-
-def until_cached(cache: Path, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while len(cached(cache)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def gets(log: list[tuple[str, str]]) -> Counter[str]:
     return Counter(path.rpartition("/")[2] for method, path in log if method == "GET")
 
 
 @pytest.mark.parametrize("store", sample(["s3", "gs", "az"], "s3"), indirect=True)
-def test_windows_and_fingerprint_are_those_of_a_folder_cold_and_while_and_when_cached(
-    folder, shards, store, tmp_path
-):
-    local = windows(folder)
-    expected = local.__getitems__(range(SAMPLES))
-    cold = windows(shards)
-    assert cold.fingerprint == local.fingerprint
-    assert (cold.__getitems__(range(SAMPLES)) == expected).all()
-    assert not cached(tmp_path)
-    cache = f"--training.dataloader.cache_folder={tmp_path}"
-    caching = windows(shards, cache)
-    assert (caching.__getitems__(range(SAMPLES)) == expected).all()
-    until_cached(tmp_path, 8)
-    log = store.proxy.log
-    log.clear()
-    for data in (caching, windows(shards, cache)):
-        assert (data.__getitems__(range(SAMPLES)) == expected).all()
-    assert not [name for name in gets(log) if name.endswith(".bin")]
-    own = next(tmp_path.glob(f"shards/*/{MANIFEST}")).parent
-    assert all((own / path.name).read_bytes() == path.read_bytes() for path in folder.glob("*.bin"))
+def test_windows_and_fingerprint_are_those_of_a_folder(folder, shards):
+    local, stored = windows(folder), windows(shards)
+    assert stored.fingerprint == local.fingerprint
+    assert (stored.__getitems__(range(SAMPLES)) == local.__getitems__(range(SAMPLES))).all()
 
 
 @pytest.mark.long
@@ -134,7 +102,7 @@ def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, p
     data = windows(shards)
     assert set(gets(proxy.log)) == {MANIFEST}
     proxy.log.clear()
-    reading, all_are, whole = list[int](), threading.Event(), remote.Remote._read
+    reading, all_are, whole = list[int](), threading.Event(), remote.Remote.read
 
     def together(self: Any, shard: Any, start: int, size: int) -> bytes:
         reading.append(size)
@@ -143,7 +111,7 @@ def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, p
         assert all_are.wait(10)
         return whole(self, shard, start, size)
 
-    monkeypatch.setattr(remote.Remote, "_read", together)
+    monkeypatch.setattr(remote.Remote, "read", together)
     data.__getitems__(range(8))
     assert gets(proxy.log).total() == len(reading)  # a window may go on in the next shard
     assert sum(reading) == 8 * 17 * 2
@@ -199,71 +167,6 @@ def test_a_shard_that_changes_under_a_run_is_named_and_stops_it(shards, how, nam
         ids(source)
 
 
-def test_a_shard_that_differs_from_its_manifest_is_never_cached(shards, tmp_path):
-    changed(shards, "shard-000005.bin", "edited")
-    source = opened(shards, tmp_path)
-    with refused(f"{shards}/shard-000005.bin", "prepared", kind=RunFailed):
-        for _ in range(1000):
-            ids(source)
-            time.sleep(0.01)
-    assert "shard-000005.bin" not in cached(tmp_path)
-
-
-@pytest.mark.long
-def test_two_runs_that_share_a_cache_fetch_each_shard_once_and_what_was_killed_is_begun_again(
-    folder, shards, tmp_path, monkeypatch
-):
-    sources = [opened(shards, tmp_path) for _ in range(2)]
-    own = next(tmp_path.glob(f"shards/*/{MANIFEST}")).parent
-    (own / "shard-000000.part").write_bytes(b"half")
-    whole, fetched = remote.Remote._read, list[str]()
-
-    def counted(self: Any, shard: Any, start: int, size: int) -> bytes:
-        if size == shard.size:
-            fetched.append(shard.path.name)
-            time.sleep(0.05)
-        return whole(self, shard, start, size)
-
-    monkeypatch.setattr(remote.Remote, "_read", counted)
-    expected = ids(ShardSource("training", folder, 256, 0))
-    assert [ids(source) for source in sources] == [expected] * 2
-    until_cached(tmp_path, 8)
-    assert sorted(fetched) == sorted(cached(tmp_path)) and not [*own.glob("*.part")]
-
-
-@pytest.mark.long
-def test_the_cache_keeps_its_limit_and_lets_only_old_shards_of_other_data_go(shards, tmp_path):
-    source = opened(shards, tmp_path, gib=14_000 / 2**30)
-    size = source._shards[0].size
-    other = tmp_path / "shards" / "other"
-    other.mkdir()
-    for name, age in (("old", 1e6), ("older", 2e6), ("used", -1e6)):
-        (other / f"{name}.bin").write_bytes(bytes(4000))
-        os.utime(other / f"{name}.bin", (time.time() - age,) * 2)
-    ids(source)
-    until_cached(tmp_path, 1)
-    ids(source)
-    time.sleep(0.3)
-    assert {path.name for path in other.iterdir()} == {"used.bin"}
-    assert len(cached(tmp_path)) == 1 and 2 * size > 14_000
-
-
-@pytest.mark.long
-def test_a_limit_below_a_shard_is_said_once_and_windows_are_read_by_range(folder, shards, tmp_path):
-    def notice_of(*more: str) -> str:
-        cache = f"--training.dataloader.cache_folder={tmp_path}"
-        made = job(arguments(shards, cache, *more), world=1)
-        return _open_dataset("training", made.config.training, made, Prepared())
-
-    notice = notice_of("--training.dataloader.cache_gib=1e-6")
-    says(notice, "training.dataloader.cache_gib = 1e-06", shards)
-    source = opened(shards, tmp_path, gib=1e-6)
-    assert ids(source) == ids(ShardSource("training", folder, 256, 0))
-    time.sleep(0.2)
-    assert not cached(tmp_path)
-    assert not notice_of()
-
-
 def test_prepare_puts_the_same_shards_and_the_manifest_last(
     folder, url, proxy, tool, monkeypatch, tmp_path
 ):
@@ -285,13 +188,13 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
     says(other, url, "other data")
 
 
-def test_what_is_wrong_is_one_line_that_names_the_key(url, tmp_path):
+def test_what_is_wrong_is_one_line_that_names_the_key(url, tmp_path, monkeypatch):
     write(place(url) / MANIFEST, b'{"fingerprint": ""}')
     (tmp_path / "file").write_text("")
-    cache = "training.dataloader.cache_folder: "
-    for wrong, named in (("s3://nobody/shards", "s3://nobody"), (url, cache)):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for wrong, named in (("s3://nobody/shards", "s3://nobody"), (url, "XDG_CACHE_HOME")):
         with refused("training.dataset_path: ", named) as caught:
-            opened(wrong, tmp_path / "file")
+            opened(wrong)
         assert "\n" not in str(caught.value)
 
 
@@ -312,20 +215,15 @@ def train(store, tmp_path):
 
 
 @pytest.mark.long
-def test_losses_are_those_of_a_folder_cold_caching_and_cached_and_resumed_in_each(
-    train, folder, url, tmp_path
-):
+def test_losses_are_those_of_a_folder_and_resumed(train, folder, url):
     """The ranks read the first half themselves, workers of theirs the second."""
     half, whole = "--training.steps=10", "--training.steps=20"
     put(folder, url)
     expected = train("local", folder, whole).losses
     assert len(expected) == 20
-    caching = f"--training.dataloader.cache_folder={tmp_path / 'cache'}"
-    for name, keys, count in (("cold", [], 0), ("caching", [caching], 8)):
-        train(name, url, half, *keys)
-        assert len(cached(tmp_path / "cache")) == count
-        workers = "--training.dataloader.num_workers=1"
-        assert train(name, url, whole, workers, *keys).losses == expected
+    train("stored", url, half)
+    workers = "--training.dataloader.num_workers=1"
+    assert train("stored", url, whole, workers).losses == expected
 
 
 def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(url, tmp_path, capfd):

@@ -94,9 +94,6 @@ $ titanlite checkpoint export
 $ titanlite checkpoint import
 + outputs/checkpoint/hf-step-24 imported
 = imported \d+ tensors: imported/step-0
-$ titanlite checkpoint rm
-+ outputs/checkpoint/step-8
-= removed .*step-8
 $ titanlite generate
 = titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self,
 $ titanlite evaluate

@@ -79,7 +79,6 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         "steps of decay": decays,
         "a streamed data set": bool(streamed(config)),
         "token shards": any(name == "tokens" for name, _ in _sources(config)),
-        "token shards by URL": any("://" in path for _, path in _sources(config)),
         'activation_checkpoint.mode "selective"': mode == "selective",
         'activation_checkpoint.mode "memory_budget"': mode == "memory_budget",
         "recomputation of blocks": mode in ("full", "selective"),

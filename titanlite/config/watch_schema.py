@@ -85,7 +85,7 @@ class FaultSection(Section):
     grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
     """Seconds from a stop request (SIGTERM, SIGUSR1 or the time limit) until ranks that have not
     saved are killed."""
-    stop_after_minutes: NonNegative = 0
+    stop_after_minutes: NonNegative = 0.0
     """Time limit of a run in minutes: it saves and stops grace_seconds earlier. 0 means no limit.
     The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3

@@ -261,8 +261,7 @@ def _manifest(
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
         counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
         crc32 = np.fromfile(path, dtype=np.uint32, count=4)[3]
-        own = {"source": unit.source, "crc32": int(crc32)}
-        shards.append({"file": path.name, **counts, **own})
+        shards.append({"file": path.name, **counts, "source": unit.source})
         content = zlib.crc32(crc32.tobytes(), content)
         source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
         sources[unit.source] = {key: source[key] + count for key, count in counts.items()}

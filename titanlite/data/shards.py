@@ -65,8 +65,6 @@ class Shard:
     tokens: int
     index: Path | None = None
     """Megatron's, or OLMo's table, which has the ends of documents."""
-    crc32: int = 0
-    """Of the ids, if it is known."""
 
     @property
     def size(self) -> int:
@@ -154,7 +152,7 @@ class ShardSource:
     """A folder of shards, or one shard, as one stream in the order of their names.
 
     There may be 100,000 of them: those of a manifest are opened only where they are read. With
-    `remote` they are on a store, and the folder is their cache.
+    `remote` they are on a store, and the folder has only their manifest and tokenizer.
     """
 
     def __init__(
@@ -173,14 +171,13 @@ class ShardSource:
         self.vocab_size = vocab_size
         self.manifest = read_manifest(path) if path.is_dir() else None
         self.end = self.manifest["end"] if self.manifest else end
-        self._open = lru_cache(OPEN_FILES)(remote.open if remote else partial(open, mode="rb"))
+        self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb"))
         if self.manifest:
             self._shards = _listed_shards(path, self.manifest)
         else:
             self._shards = [open_shard(file, vocab_size, raw_type) for file in _find_shards(path)]
         self._stops = list(itertools.accumulate(shard.tokens for shard in self._shards))
         self.tokens = self._stops[-1] if self._stops else 0
-        self.bytes = sum(shard.size for shard in self._shards)
         if not self.tokens:
             raise UserError(
                 f"{key}.dataset_path: no tokens in {path} (looked for .bin and .npy shards); text "
@@ -253,18 +250,21 @@ class ShardSource:
         shard = self._shards[number]
         start = shard.start + offset * shard.dtype.itemsize
         size = length * shard.dtype.itemsize
-        try:
-            file = self._open(shard.path)  # closed when it is dropped
-            content = os.pread(file.fileno(), size, start)
-        except OSError as error:
-            if not self.remote or not isinstance(error, FileNotFoundError):
-                raise RunFailed(
-                    f"{shard.path} cannot be read: {error.strerror}{remedy(error)}"
-                ) from None
+        if self.remote:
             content = self.remote.read(shard, start, size)
+        else:
+            content = self._read_file(shard.path, start, size)
         if len(content) != size:
             raise RunFailed(f"{shard.path} is shorter than the {shard.size} bytes it should have")
         return np.frombuffer(content, shard.dtype)
+
+    def _read_file(self, path: Path, start: int, size: int) -> bytes:
+        try:
+            file = self._open(path)  # closed when it is dropped
+            return os.pread(file.fileno(), size, start)
+        except OSError as error:
+            why = f"{error.strerror}{remedy(error)}"
+            raise RunFailed(f"{path} cannot be read: {why}") from None
 
     def is_end(self, start: int, tokens: np.ndarray) -> np.ndarray:
         """Return whether a document ends with each of the tokens from position `start` on."""
@@ -309,13 +309,7 @@ def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
     """Return the shards of a manifest, in the order of their names as it is."""
     dtype = id_type(manifest["vocab_size"])
     return [
-        Shard(
-            folder / shard["file"],
-            dtype,
-            HEADER_BYTES,
-            shard["tokens"],
-            crc32=shard.get("crc32", 0),
-        )
+        Shard(folder / shard["file"], dtype, HEADER_BYTES, shard["tokens"])
         for shard in manifest["shards"]
     ]
 

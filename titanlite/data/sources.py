@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.needs import STREAMS
-from titanlite.config.schema import Dataloader
 from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
@@ -59,13 +58,13 @@ def open_source(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     text_key: str = "text",
-    settings: Dataloader | None = None,
+    raw_type: str = "",
 ) -> "Source":
     """Open the token stream of a data set; only shards can do without a tokenizer."""
     documents = find_documents(key, name, path, text_key)
     if documents is None:
         end = tokenizer.end if tokenizer else -1
-        source = open_shards(key, path, vocab_size, end, settings or Dataloader())
+        source = open_shards(key, path, vocab_size, end, raw_type)
         check_tokenizer(key, source.folder, tokenizer)
         return source
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
@@ -78,16 +77,10 @@ def open_source(
     return ShardSource(key, prepare_in_cache(name, documents, tokenizer), vocab_size, tokenizer.end)
 
 
-def open_shards(
-    key: str, path: str, vocab_size: int, end: int, settings: Dataloader
-) -> ShardSource:
+def open_shards(key: str, path: str, vocab_size: int, end: int, raw_type: str = "") -> ShardSource:
     """Open a folder of shards, or a URL of one."""
-    folder = folder_of(key, path, settings.cache_folder)
-    remote = None
-    if "://" in path:
-        cache_bytes = int(settings.cache_gib * 2**30) if settings.cache_folder else 0
-        remote = Remote(path, folder, cache_bytes)
-    return ShardSource(key, folder, vocab_size, end, remote, settings.token_dtype)
+    remote = Remote(path) if "://" in path else None
+    return ShardSource(key, folder_of(key, path), vocab_size, end, remote, raw_type)
 
 
 def in_turn(function: Callable[..., object], *columns: Any) -> None:

@@ -191,9 +191,8 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
     have none. Where all data are shards, a model's folder may be without one.
     """
-    cache_folder = config.training.dataloader.cache_folder
     shards = [
-        folder_of(place, part.dataset_path, cache_folder)
+        folder_of(place, part.dataset_path)
         for place, part in config.training.places
         if part.dataset == "tokens"
     ]

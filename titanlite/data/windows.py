@@ -115,7 +115,7 @@ def _open(
         return Stream(
             name, shards, tokenizer, seq_len, seed, repeat, masked, limit, training.text_key
         )
-    more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader
+    more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader.token_dtype
     sources = []
     for key, part in parts:
         place = key, part.dataset, part.dataset_path

@@ -163,8 +163,9 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
         open_stream(key, name, path)
         return ""
     training, tokenizer = job.config.training, prepared.tokenizer
-    settings, place = training.dataloader, (key, name, path)
-    opening = *place, tokenizer, job.shape.vocab_size, training.text_key, settings
+    place = key, name, path
+    raw_type = training.dataloader.token_dtype
+    opening = *place, tokenizer, job.shape.vocab_size, training.text_key, raw_type
     documents = find_documents(*place, training.text_key)
     if documents:
         are_bytes = isinstance(tokenizer, ByteTokenizer) and documents.are_plain
@@ -176,12 +177,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
     source.require_whole()
     if not source.remote:
         prepared.sources[place] = source
-    cached = settings.cache_gib * 2**30
-    if not settings.cache_folder or not source.remote or source.bytes <= cached:
-        return ""
-    sizes = f"{path} has {format_bytes(source.bytes)}"
-    rest = "shards that do not fit are read by range"
-    return f"training.dataloader.cache_gib = {settings.cache_gib:g}, and {sizes}: {rest}"
+    return ""
 
 
 def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared) -> None:

@@ -290,19 +290,19 @@ def is_remote(path: object) -> bool:
     return isinstance(path, BucketPath)
 
 
-def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
-    """Raise unless this process may list, write, read and delete there, and unless the store can
-    refuse a second writer, if it must; return a warning, or nothing.
+def check(url: str, patience: float = 5) -> None:
+    """Raise unless this process may list, write, read and delete there, and the store can refuse a
+    second writer.
     """
     root: Any = place(url, patience)
     probe = root / f".probe-{uuid4().hex}"
-    warning, what = "", "list"
+    what = "list"
     try:
         root.is_dir()
         what = "write"
         probe.bucket.put(probe.key, [b"titanlite"], 0)
         overwrites = False
-        for tag in ["create", {"e_tag": '"0"', "version": "0"}] * exclusive:
+        for tag in ["create", {"e_tag": '"0"', "version": "0"}]:
             overwrites |= probe.bucket.put_if(probe.key, uuid4().bytes, tag) is not None
         what = "read"
         try:
@@ -310,7 +310,6 @@ def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
         except BucketError as error:
             if WHOLE not in error.why:
                 raise
-            warning = f"{error}, so that a large file is read in one request of {_TIMEOUT} s"
         what = "delete"
         probe.unlink()
     except BucketError as error:
@@ -321,7 +320,6 @@ def check(url: str, exclusive: bool = False, patience: float = 5) -> str:
             f"{url}: the store overwrites what it was asked to keep, so that two runs "
             "would mix there; legal: a folder, from which checkpoint.after_save copies"
         )
-    return warning
 
 
 def in_own_process(module: str, *arguments: str) -> str:

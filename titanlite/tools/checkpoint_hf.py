@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ from titanlite.registry.lora import Adapters, is_adapter
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.tools.checkpoint_torchtitan import export_dcp
-from titanlite.tools.exclusive import hold_run, writing
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ def export(arguments: Namespace) -> int:
     """Write the weights of a checkpoint for other programs."""
     out = arguments.out
     _refuse_existing(out)
-    if committed(out.absolute().parent):
-        hold_run(out)
     folder = find_checkpoint(arguments.folder)
     with brought(folder) as source:
         contents = None if arguments.verify == "full" else ()
@@ -63,7 +59,6 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     import torch
 
     from titanlite.checkpoint.base import BaseWeights
-    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.export import export as write_export
     from titanlite.checkpoint.hf.export import merged, plain_tensors
     from titanlite.checkpoint.hf.names import documents as hf_documents
@@ -76,9 +71,7 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     start = config.checkpoint.initial_load_path
-    with writing(target), progress_bar("tensors", "exporting: ") as show:
-        _refuse_existing(target)
-        clear_leftovers(target.parent, re.escape(target.name))
+    with progress_bar("tensors", "exporting: ") as show:
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
             documents = {CONFIG: store.read(folder / CONFIG)}
@@ -96,9 +89,9 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
             spec, flavor = _model(folder, config, arguments.package)
             translation = _translation(folder, manifest, spec, flavor)
             if manifest.base and arguments.format != "peft":
-                weights = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
-                shapes = {f"model.{name}": shape for name, shape in translation.shapes.items()}
-                read = weights.joined(read, manifest, shapes, config.training.dtype)
+                base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
+                kind = getattr(torch, config.training.dtype)
+                read = base.joined(read, manifest, translation.shapes, kind)
             fetch = _counted(read, len(translation.shapes), show)
             if arguments.format == "peft":
                 export_adapters(target, translation, fetch, start)
@@ -196,7 +189,6 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     """Write a checkpoint that starts from a Hugging Face folder."""
     import torch
 
-    from titanlite.checkpoint.cleanup import clear_leftovers
     from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
     from titanlite.observe.run_folder import versions
     from titanlite.registry import get_model
@@ -223,9 +215,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
         "imported_from": str(source),
     }
     dtype = getattr(torch, config.training.dtype)
-    with writing(target):
-        clear_leftovers(target)
-        folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
+    folder = to_checkpoint(weights, target, dtype, to_toml(config), environment)
     print(f"imported {len(weights.names)} tensors: {folder}")
     options = ["--config", str(folder / CONFIG), "--checkpoint.initial_load_path", str(target)]
     print(f"to start from them: {shlex.join(options)}")

@@ -5,7 +5,6 @@ matplotlib.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,6 @@ import numpy as np
 
 from titanlite.checkpoint.manifest import ENVIRONMENT
 from titanlite.errors import UserError, print_notice
-from titanlite.launch.terminal import NOTICES
 from titanlite.observe.events import DONE, read_events
 from titanlite.observe.run_folder import METRICS
 
@@ -70,7 +68,7 @@ class Run:
         return np.interp(steps, known_steps, known_tokens), y
 
     def events(self) -> list[tuple[str, str]]:
-        """Return what the run planned, saved and suffered: names and texts."""
+        """Return what the run needed, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         restarts = sum(event["event"] == "restart" for event in self.history)
         rows = [
@@ -85,16 +83,14 @@ class Run:
         return rows
 
     def _memory(self) -> str:
-        """Return the measured and the planned memory."""
-        planned = re.findall("planned peak ([^;\n]+)", text_of(self.folder / "logs" / NOTICES))
-        plan = f"planned {', '.join(planned)}" if planned else "no plan"
+        """Return the measured memory."""
         memory = np.fmax.reduce(self.values("memory_gib"), initial=0)
         if not memory:
-            return f"not measured yet, {plan}"
+            return "not measured yet"
         measured = f"{memory:.2f} GiB measured"
         if '"device": "cpu"' in text_of(self.folder / ENVIRONMENT):
             measured += " (the whole process, with Python and torch)"
-        return f"{measured}, {plan}"
+        return measured
 
     def _saves(self) -> str:
         """Return the number of saves and the cost of the last."""

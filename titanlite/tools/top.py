@@ -14,8 +14,6 @@ from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
-from titanlite.launch.terminal import NOTICES
-from titanlite.observe.console import untimed
 from titanlite.observe.events import starts
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
@@ -77,7 +75,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     below = "\n\n".join([events, story, places_now])
     if not record.history or below.count("\n") > height - 4:
         below = f"{events}\n\n{places_now}"
-    rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
+    rows = rows[: max(1, height - 3 - below.count("\n"))]
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
 
@@ -110,12 +108,6 @@ def state_of(record: Run) -> tuple[str, bool]:
     doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
     left = end or doing or f"eta {format_duration(eta)}"
     return f"step {step} of {steps}, {left}", False
-
-
-def _last_notice(folder: Path) -> list[tuple[str, str]]:
-    """Return the last line of the launcher's log."""
-    lines = untimed(text_of(folder / "logs" / NOTICES)).splitlines()
-    return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
 
 
 def places(file: Path, *, live: bool = True) -> Table:

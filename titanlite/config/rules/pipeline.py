@@ -6,9 +6,9 @@ from math import ceil
 from typing import Any
 
 from titanlite.config.pipeline_order import faults_of, read_csv, stages_of
-from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
+from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.rules.parallel import legal_degrees
-from titanlite.config.schema import KEYS
+from titanlite.config.schema import KEYS, JobConfig
 from titanlite.config.stages import (
     IN_ROUNDS,
     SINGLE,
@@ -33,6 +33,31 @@ _SCHEDULE, _CSV, _NAMES = (
 )
 
 
+def check_stages(
+    check: Check,
+    world: int,
+    layout: Layout | None,
+    batch: Batch | None,
+    spec: ModelSpec | None,
+    model: Any,
+    shape: ModelDims | None,
+) -> Stages | None:
+    """Apply the rules of this file; return the stages, None where a key of theirs is refused."""
+    config = check.config
+    micro_batch = check.find(_find_micro_batch, config, layout)
+    order = check.find(_find_order, config, layout, batch=batch, micro_batch=micro_batch)
+    number = check.find(_count_stages, config, layout, shape, order)
+    modules = check.find(_find_modules, config, world, spec, shape, layout, number=number)
+    stages = check.find(_stages, config, layout, batch, micro_batch, order, modules)
+    check.apply(_schedule_has_its_micro_batches, config, layout, stages)
+    check.apply(_gathers_are_the_schedules, config, layout)
+    check.apply(_sums_wait_for_the_end_of_the_step, config, layout)
+    check.apply(_halves_of_the_backward_pass_can_run, config, layout, order)
+    check.apply(_tied_weights_are_on_two_ranks, spec, model, layout, stages)
+    check.apply(_groups_fit_the_stages, config, spec, shape, layout, stages)
+    return stages
+
+
 def bare_stages(stages: Stages, blocks: str) -> str:
     """Return a line about stages that have no layer, or an empty string."""
     layers = [sum(name.startswith(f"{blocks}.") for name in names) for names in stages.names]
@@ -45,7 +70,7 @@ def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values)) or "none"
 
 
-def find_micro_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> int | None:
+def _find_micro_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> int | None:
     """Return the sequences of a micro-batch."""
     local = config.training.local_batch_size
     size = config.parallelism.pipeline_parallel_microbatch_size
@@ -61,12 +86,13 @@ def find_micro_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> int 
     return None
 
 
-def find_order(
+def _find_order(
     refuse: Refuse,
-    config: ConfigView,
+    config: JobConfig,
     layout: Layout,
-    batch: Batch | None = None,
-    micro_batch: int = 0,
+    *,
+    batch: Batch | None,
+    micro_batch: int | None,
 ) -> Rows | None:
     """Return the order that a CSV gives, or an empty one."""
     settings, pp = config.parallelism, layout.pp
@@ -87,8 +113,8 @@ def find_order(
     return None if faults else order
 
 
-def count_stages(
-    refuse: Refuse, config: ConfigView, layout: Layout, shape: ModelDims, order: Rows
+def _count_stages(
+    refuse: Refuse, config: JobConfig, layout: Layout, shape: ModelDims, order: Rows
 ) -> int | None:
     """Return the number of stages that a schedule, or the order of a CSV, runs."""
     settings, pp, layers = config.parallelism, layout.pp, shape.layers
@@ -124,19 +150,22 @@ def count_stages(
     return None
 
 
-def find_modules(
+def _find_modules(
     refuse: Refuse,
-    config: ConfigView,
+    config: JobConfig,
     world: int,
     spec: ModelSpec,
     shape: ModelDims,
     layout: Layout,
-    number_of_stages: int = 0,
+    *,
+    number: int | None,
 ) -> Rows | None:
     """Return the modules of each stage: those that the keys name, or an even split of the
     layers.
     """
-    settings, layers, stages = config.parallelism, shape.layers, number_of_stages
+    settings = config.parallelism
+    layers = shape.layers
+    stages = number
     modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(layers)), *spec.after]
     if layout.pp > 1 and settings.module_fqns_per_model_part:
         return _named_modules(refuse, settings.module_fqns_per_model_part, modules, spec)
@@ -191,23 +220,23 @@ def _named_modules(
     return None
 
 
-def find_stages(
-    config: ConfigView,
+def _stages(
+    refuse: Refuse,
+    config: JobConfig,
     layout: Layout,
     batch: Batch,
     micro_batch: int,
     order: Rows,
-    number_of_stages: int,
     modules: Rows,
 ) -> Stages:
     """Return the stages; nothing is wrong with them."""
     schedule = "" if layout.pp == 1 or order else config.parallelism.pipeline_parallel_schedule
-    ranks = stages_of(order) or stages_of_ranks(schedule, layout.pp, number_of_stages)
+    ranks = stages_of(order) or stages_of_ranks(schedule, layout.pp, len(modules))
     micro_batches = batch.local * batch.accumulation // micro_batch
     return Stages(modules, ranks, schedule, micro_batches, micro_batch, order)
 
 
-def _schedule_has_its_micro_batches(config: ConfigView, layout: Layout, stages: Stages) -> Refusals:
+def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: Stages) -> Refusals:
     pp, training = layout.pp, config.training
     n, step = stages.micro_batches, training.local_batch_size // stages.size
     needed, legal = "", list[int]()
@@ -226,7 +255,7 @@ def _schedule_has_its_micro_batches(config: ConfigView, layout: Layout, stages: 
         )
 
 
-def _gathers_are_the_schedules(config: ConfigView, layout: Layout) -> Refusals:
+def _gathers_are_the_schedules(config: JobConfig, layout: Layout) -> Refusals:
     """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first
     used.
     """
@@ -260,7 +289,7 @@ def _gathers_are_the_schedules(config: ConfigView, layout: Layout) -> Refusals:
         )
 
 
-def _sums_wait_for_the_end_of_the_step(config: ConfigView, layout: Layout) -> Refusals:
+def _sums_wait_for_the_end_of_the_step(config: JobConfig, layout: Layout) -> Refusals:
     if layout.pp > 1 and config.parallelism.defer_gradient_sync == "replicas":
         why = (
             "under pipeline parallel gradients are kept whole until the end of the step, "
@@ -270,7 +299,7 @@ def _sums_wait_for_the_end_of_the_step(config: ConfigView, layout: Layout) -> Re
 
 
 def _halves_of_the_backward_pass_can_run(
-    config: ConfigView, layout: Layout, order: Rows
+    config: JobConfig, layout: Layout, order: Rows
 ) -> Refusals:
     schedule, compiler = config.parallelism.pipeline_parallel_schedule, config.compile
     if layout.pp == 1 or not splits_backward(schedule, order):
@@ -301,7 +330,7 @@ def _tied_weights_are_on_two_ranks(
 
 
 def _groups_fit_the_stages(
-    config: ConfigView, spec: ModelSpec, shape: ModelDims, layout: Layout, stages: Stages
+    config: JobConfig, spec: ModelSpec, shape: ModelDims, layout: Layout, stages: Stages
 ) -> Refusals:
     size = config.parallelism.fsdp_blocks_per_group
     most = max(sum(name.startswith(f"{spec.blocks}.") for name in names) for names in stages.names)
