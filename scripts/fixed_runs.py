@@ -45,7 +45,6 @@ COMMON = [
     "--checkpoint.no_enable",
     "--validation.no_enable",
     "--generate.no_at_end",
-    "--job.no_plan",
     "--debug.seed=7",
 ]
 

@@ -59,14 +59,13 @@ RING_1_MAY_IMPORT = {
         optim optim.bf16_state optim.nvme optim.skip train.bad_steps train.chunked_loss
         """,
     "a job is its config, checked": """
-        config.load config.needs config.schema config.stages config.rules.facts
+        config.load config.needs config.schema config.stages config.rules.check
         config.rules.data config.rules.parallel config.rules.pipeline config.rules.run
         """,
     "the trainer starts, saves, validates, logs and stops": """
-        checkpoint.folder checkpoint.hf.export checkpoint.manifest checkpoint.saver
-        checkpoint.source
-        checkpoint.state fault.beat fault.stop observe.profiler observe.run_folder
-        observe.throughput
+        checkpoint.folder checkpoint.hf.export checkpoint.manifest checkpoint.resume
+        checkpoint.saver checkpoint.source
+        checkpoint.state fault.beat fault.stop observe.profiler observe.throughput
         train.generate train.network train.prepared train.rank_facts train.report train.validate
         """,
     "windows are cut from any source": """

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.jobs import FLOAT64, TINY
 from tests.messages import refused, says
 from tests.runs import losses
 from titanlite import cli
-from titanlite.checkpoint.base import digest
+from titanlite.checkpoint.base import fingerprint
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.registry.lora import is_adapter
 from titanlite.tools.load import find_checkpoint, load
@@ -108,23 +106,18 @@ def test_another_rank_is_named_before_the_tensors(train, tuned):
     assert first == "lora.rank:"
 
 
-def digests_on_a_mesh(values: torch.Tensor) -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    placements = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate())]
-    split = [distribute_tensor(values, mesh, placement) for placement in placements]
-    return [digest({"model.x": each}, torch.distributed.group.WORLD) for each in split]
+def test_a_fingerprint_is_of_every_byte_of_a_folders_weights_and_is_kept_by_a_copy(pool, tmp_path):
+    (tmp_path / "hf").mkdir()
+    for name in "abc":
+        (tmp_path / f"hf/{name}.safetensors").write_bytes(name.encode() * 99)
+    alone = fingerprint(tmp_path / "hf", None)
+    assert pool.run(fingerprint_of_all, tmp_path / "hf", world=2) == [alone] * 2
+    shutil.copytree(tmp_path / "hf", tmp_path / "copy")
+    (tmp_path / "copy/config.json").write_text("{}")
+    assert fingerprint(tmp_path / "copy", None) == alone
+    (tmp_path / "copy/c.safetensors").write_bytes(b"c" * 98 + b"C")
+    assert fingerprint(tmp_path / "copy", None) != alone
 
 
-def test_a_fingerprint_is_of_every_value_at_its_place_on_any_mesh(pool, monkeypatch):
-    values = torch.randn(5, 7, 3, dtype=torch.bfloat16)
-    alone = digest({"model.x": values}, None)
-    monkeypatch.setattr("titanlite.checkpoint.base._BLOCK", 42)
-    assert digest({"model.x": values}, None) == alone, "in blocks"
-    for found in pool.run(digests_on_a_mesh, values, world=4):
-        assert {each % 2**64 for each in found} == {alone % 2**64}
-    changed = [*(values.flip(dim) for dim in range(3)), values.clone(), values.clone()]
-    changed[-1][4, 6, 2] *= -1
-    changed[-2][0, 0, 0] *= -1
-    others = {digest({"model.x": each}, None) for each in changed}
-    others.add(digest({"model.y": values}, None))
-    assert len({*others, alone}) == 7
+def fingerprint_of_all(folder: Path) -> str:
+    return fingerprint(folder, torch.distributed.group.WORLD)

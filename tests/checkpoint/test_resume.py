@@ -3,7 +3,6 @@ on any other.
 """
 
 import json
-import shutil
 import signal
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from tests.checkpoint.saved import SAVING, steps_in
 from tests.jobs import QUIET, TEXT, TINY, job, trainer
 from tests.lanes import sample
 from tests.messages import says
-from tests.observe.test_sinks import tensorboard
 from tests.runs import finish, records, run, start, wait_for
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -34,7 +32,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
 from titanlite.layout import Batch
-from titanlite.observe.run_folder import describe_environment, new_archive_folder
+from titanlite.observe.run_folder import describe_environment
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import init, parallelize
 from titanlite.train.summary import _rate_change
@@ -114,26 +112,6 @@ def test_another_global_batch_continues_with_the_next_sample_and_changes_are_log
     says(line, "step 2", "training.local_batch_size 2 -> 4", "optimizer.lr 0.005 -> 0.25")
     rates = [record["lr"] for record in records(tmp_path) if "lr" in record]
     assert rates[2] > 10 * rates[1]
-
-
-@pytest.mark.parametrize("deleted", [False, True])
-def test_metrics_before_a_resumed_step_are_those_of_the_checkpoints_run(train, tmp_path, deleted):
-    argv = [*SAVING, "--metrics.enable_tensorboard", "--training.steps=2"]
-    train(argv, tmp_path)
-    own = new_archive_folder(tmp_path, {*tmp_path.iterdir()} - {tmp_path / "checkpoint"})
-    first = logged(own)
-    train([*argv, "--optimizer.lr=0.01", "--checkpoint.folder=elsewhere"], tmp_path)
-    other = logged(tmp_path)
-    if deleted:
-        shutil.rmtree(own)
-    (resumed,) = train([*argv, "--training.steps=4"], tmp_path)
-    found = logged(tmp_path)
-    assert [step for step, *_ in found] == ([3, 4] if deleted else [1, 2, 3, 4])
-    assert deleted or (found[:2] == first != other)
-    notice = "metrics.jsonl has nothing" if deleted else "metrics.jsonl continues"
-    says("\n".join(resumed["log"]), notice)
-    assert sorted(tensorboard(tmp_path / "tb")["lr"]) == [step for step, *_ in found]
-    assert other in map(logged, (tmp_path / "previous").iterdir()), "the other run's record"
 
 
 _GLOBAL, _LOCAL = "--training.global_batch_size", "--training.local_batch_size"

@@ -134,7 +134,7 @@ REFUSED = {  # key: a value, what the message names beside it, further options o
     "checkpoint.initial_load_in_hf": ("true", "checkpoint.initial_load_path", ""),
 }
 NEVER_MOOT = """
-job.dump_folder job.description job.print_config job.device job.plan
+job.dump_folder job.description job.print_config job.device
 model.name model.flavor model.hf_assets_path model.converters model.package model.freeze
 model.overrides lora.rank
 training.local_batch_size training.global_batch_size training.seq_len training.max_norm

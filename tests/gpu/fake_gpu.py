@@ -209,7 +209,7 @@ OPTIONS = (
     "--model.package=on_fake_gpu --training.mixed_precision_param=bfloat16 --metrics.log_freq=100 "
     "--metrics.no_enable_tensorboard --validation.no_enable --generate.no_at_end "
     "--checkpoint.no_enable "
-    "--job.no_plan --fault.no_preflight"
+    "--fault.no_preflight"
 ).split()
 
 

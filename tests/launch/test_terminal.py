@@ -20,7 +20,7 @@ from tests.runs import ROOT, environment, finish, popen, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load, parse_command_line
-from titanlite.launch.terminal import NOTICES, Follower, Terminal, known_facts, note
+from titanlite.launch.terminal import NOTICES, Follower, Terminal, note
 from titanlite.observe.console import colored, open_log, rank_log, shortened
 from titanlite.runtime.cluster import shown_ranks
 
@@ -200,7 +200,6 @@ def test_log_files_have_the_time_of_each_line_and_the_console_has_none(tmp_path,
     note(file.parent, LINE)
     for written, lines in ((file, text), (file.with_name(NOTICES), f"{LINE}\n")):
         assert re.findall(f"(?m)^{TIMED}(.*)$", written.read_text()) == lines.splitlines()
-    assert known_facts(file.parent, [0]) == {"mesh       two ranks", LINE}
 
 
 @pytest.mark.parametrize("color", [True, False])

@@ -30,7 +30,7 @@ def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
 
 
 @pytest.mark.parametrize("hosts", [4], indirect=True)
-def test_the_preflight_names_the_host_with_a_slow_link(hosts: Hosts, tmp_path):
+def test_the_doctor_names_the_host_with_a_slow_link(hosts: Hosts, tmp_path):
     hosts.do("slow", "node2", "20mbit")
     nodes = hosts.start_all(ARGV, tmp_path, verb="doctor")
     results = [finish(node, LIMIT) for node in nodes]

@@ -9,12 +9,10 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.lanes import sample
-from tests.messages import says
 from tests.planner.steps import H100, computes
-from titanlite.errors import format_bytes
 from titanlite.layout import Layout
 from titanlite.planner.hardware import GIB
-from titanlite.planner.plan import make_plan, start_lines
+from titanlite.planner.plan import make_plan
 from titanlite.planner.record import Collective, Operation, Recording
 from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.planner.speed import speed_of
@@ -48,8 +46,6 @@ def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
     assert plan.speed.estimate > term.seconds and "NVMe" in report(plan)
-    memory, _ = start_lines(on_disk, "", None, 2)
-    says(memory, f"{format_bytes(size)} on")
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():

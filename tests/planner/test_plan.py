@@ -16,42 +16,14 @@ from tests.planner.steps import H100
 from tests.runs import ROOT, environment
 from titanlite.cli import main
 from titanlite.config.hardware_table import recognize
-from titanlite.planner.goodput import LEAST_INTERVAL
 from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import Plan
 from titanlite.planner.record import KINDS, Collective, Operation, Recording
 from titanlite.planner.speed import speed_of
 from titanlite.planner.tables import report
 
-BETWEEN = "from save to save"
 GATHER = Collective("all-gather", "dp_shard", 4, "bfloat16", 3 * GIB)
 SUM = Collective("all-reduce", "dp_replicate", 4, "float32", GIB)
-
-
-def goodput(capsys, *options: str) -> tuple[float, dict[str, float]]:
-    """Return the goodput of 405B on 16,384 GPUs in percent, and the seconds of each term."""
-    argv = ["plan", "--config", "llama_405b_pp.toml", "--world", "16384", "--gpu", "h100-80g"]
-    assert main([*argv, *options]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    seconds = {}
-    for line in lines:
-        name, value, source = re.split("  +", line.replace(" s  ", "  "))
-        assert source.startswith(("measured", "given", "assumed", "half of", "the sum")), line
-        seconds[name] = float(value.replace(",", ""))
-    return float(last.split()[1]), seconds
-
-
-def test_goodput_has_its_terms_and_where_each_is_from(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    share, terms = goodput(capsys, "--mtbf", "3", "--checkpoint.interval=500")
-    assert terms[BETWEEN] == pytest.approx(500 * terms["a step"], rel=0.01)
-    lost = terms[BETWEEN] / 2 + terms["a save is written"]
-    assert terms["lost with a failure"] == pytest.approx(lost, abs=0.2)
-    often, terms = goodput(capsys, "--mtbf", "3")
-    assert terms[BETWEEN] == LEAST_INTERVAL and share < 50 < 95 < often
-    names = [*terms]
-    parts = names[names.index("lost with a failure") + 1 : -1]
-    assert sum(terms[name] for name in parts) == pytest.approx(terms[names[-1]], abs=0.5)
 
 
 def kinds(**sizes: int) -> tuple[int, ...]:
@@ -162,12 +134,9 @@ def test_a_gpu_is_recognized_by_its_name_and_memory(name, gib, gpu):
         ("--gpu h100-80g --imbalance 0.5", "--imbalance:|>= 1"),
         ("--gpu h100-80g --imbalance x", "--imbalance:|>= 1"),
         ("--gpu h100-80g --imbalance 2", "--imbalance 2:|experts"),
-        ("--gpu h100-80g --mtbf 0", "--mtbf|> 0"),
-        ("--gpu h100-80g --mtbf 3 --checkpoint.no_enable", "checkpoint.enable"),
         ("--gpu h100-80g --out best.toml", "--out|--search"),
         ("--gpu h100-80g --measure 2", "--measure|--search"),
         ("--gpu h100-80g --search --json", "one plan"),
-        ("--selftest --world 2", "--selftest|other options"),
         ("--gpu h100-80g --hardware /nowhere.toml", "/nowhere.toml:|No such file"),
         ("--gpu h100-80g --html /nowhere/plan.html", "plan.html:|folder /nowhere"),
         ("--gpu h100-80g --wrld 8", "--world?"),

@@ -99,23 +99,15 @@ def test_two_processes_that_save_the_same_step_never_write_into_one_folder(tmp_p
         assert one.is_dir() and two.is_dir() and not three.exists()
 
 
-def test_commands_keep_out_of_folders_that_another_process_writes(tmp_path, capsys):
-    run, text, shards = tmp_path / "run", tmp_path / "a.txt", tmp_path / "shards"
-    step = run / "checkpoint" / "step-1"
-    step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
+def test_two_commands_do_not_prepare_the_same_shards_at_once(tmp_path, capsys):
+    text, shards = tmp_path / "a.txt", tmp_path / "shards"
     text.write_text("some text")
-    remove = ["checkpoint", "rm", "--force", f"{step}"]
-    export = ["checkpoint", "export", f"{step}", f"{step.with_name('hf-step-1')}"]
     prepare = ["data", "prepare", f"{text}", "--out", f"{shards}"]
-    with holder("take", run / lock.RUN_LOCK), holder("take", tmp_path / ".shards.lock"):
-        for words in (remove, export, prepare):
-            assert main(words) == 2
-            says(capsys.readouterr().err, ": pid ")
-        assert main([*remove, "--dry-run"]) == 0, "nothing is written"
-    assert step.exists() and not shards.exists()
-    assert main(prepare) == main(remove) == 0
-    assert not step.exists() and not (tmp_path / ".shards.lock").exists()
+    with holder("take", tmp_path / ".shards.lock"):
+        assert main(prepare) == 2
+        says(capsys.readouterr().err, ": pid ")
+    assert not shards.exists()
+    assert main(prepare) == 0 and not (tmp_path / ".shards.lock").exists()
 
 
 def test_a_command_that_writes_nothing_leaves_no_lock(tmp_path, capsys):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.messages import refused, says
+from tests.messages import refused
 from tests.stores.server import READER, in_environment
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import MANIFEST, committed
@@ -20,10 +20,9 @@ STRICT = pytest.mark.parametrize("store", ["seaweedfs"], indirect=True)
 
 
 @OVERWRITES
-def test_a_store_without_conditions_is_refused_and_one_without_ranges_is_warned_of(url):
+def test_a_store_without_conditions_is_refused(url):
     with refused(url, "overwrites", kind=BucketError):
-        check(url, exclusive=True)
-    says(check(url), "range")
+        check(url)
     assert list_folder(place(url)) == {}
 
 

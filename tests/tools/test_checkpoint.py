@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tests.checkpoint.saved import SAVING, run_until, steps_in
 from tests.checkpoint.test_load import flip, plant
 from tests.messages import says
 from tests.tools.conftest import MESH
-from titanlite.checkpoint.manifest import read_manifest
 
 
 @pytest.mark.long
@@ -82,7 +80,7 @@ def test_no_deletion_follows_a_link_at_any_level(run, tool, pool, tmp_path):
         shutil.move(path, target)
         path.symlink_to(target)
 
-    left = (".step-7.0123abcd.staging", ".step-8.deleted", "hf-step-4", ".hf-step-4.replaced")
+    left = (".step-7.0123abcd.staging", ".step-8.deleted", "hf-step-4")
     for name in (*(f"checkpoint/{each}" for each in left), "previous"):
         (run / name).mkdir()
         (run / name / "kept").touch()
@@ -90,8 +88,6 @@ def test_no_deletion_follows_a_link_at_any_level(run, tool, pool, tmp_path):
     for name in ("step-1", "step-2/rank-0.safetensors", "step-3", "latest"):
         move(run / "checkpoint" / name)
     before = {path: path.read_bytes() for path in archive.rglob("*") if path.is_file()}
-    removed = run / "checkpoint/step-1"
-    assert tool("checkpoint rm", removed) == f"removed {removed}\n"
     disk = tmp_path / "disk"
     shutil.move(run / "checkpoint", disk)
     (run / "checkpoint").symlink_to(disk)
@@ -157,26 +153,3 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
 def test_an_export_goes_into_a_folder_of_this_machine(saved, tool):
     out = tool("checkpoint export", saved, "s3://bucket/model", code=2)
     says(out, "s3://bucket/model: legal: a folder here")
-
-
-def test_rm_keeps_the_last_complete_checkpoint_and_the_last_that_can_be_resumed(run, tool):
-    root = run / "checkpoint"
-
-    def rm(*words: object, code: int = 0) -> str:
-        return tool("checkpoint rm", *words, code=code)
-
-    rm(root / "step-3", "--dry-run")
-    manifest = read_manifest(root / "step-3")
-    (root / "step-3/manifest.json").write_bytes(replace(manifest, weights_only=True).render())
-    says(rm(root / "step-2", root / "step-1", code=2), "resumed", "--force")
-    assert len(steps_in(run)) == 3
-    rm(root / "step-3")
-    assert steps_in(run) == ["step-1", "step-2"] and (root / "latest").read_text() == "step-2\n"
-    os.truncate(root / "step-1/state.json", 3)
-    says(rm(root / "step-2", code=2), "no complete", "--force")
-    rm(root / "step-1")
-    assert steps_in(run) == ["step-2"]
-    for wrong in (run, root / "latest", root / "step-9"):
-        says(rm(wrong, code=2), f"{wrong} is not")
-    rm(root / "step-2", "--force")
-    assert steps_in(run) == [] and not (root / "latest").exists()

@@ -94,9 +94,6 @@ $ titanlite checkpoint export
 $ titanlite checkpoint import
 + outputs/checkpoint/hf-step-24 imported
 = imported \d+ tensors: imported/step-0
-$ titanlite checkpoint rm
-+ outputs/checkpoint/step-8
-= removed .*step-8
 $ titanlite generate
 = titanlite: outputs/checkpoint/step-24.*\ndef __init__\(self,
 $ titanlite evaluate
@@ -107,7 +104,7 @@ $ titanlite top outputs
 $ titanlite report outputs
 = wrote outputs/report.html
 $ titanlite plot outputs
-= outputs +24 .*\nwrote outputs/curves.html
+= outputs +24 (.*\n)+loss\noutputs  
 $ titanlite doctor
 = \nnetwork    all-reduce over dp_shard 2:
 $ titanlite profile

@@ -9,17 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.places import TYPES, Layout, Tensor, spread, written_by
+from titanlite.checkpoint.places import TYPES, Layout, Tensor, spread
 from titanlite.errors import UserError
-from titanlite.registry import Box
 from titanlite.runtime.distributed import gather_objects, rank_in
-
-
-def own_regions(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Box]:
-    """Return the regions that this rank would write: each is one rank's."""
-    return written_by(rank_in(group), agree(describe_all(tensors), group))
 
 
 def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:

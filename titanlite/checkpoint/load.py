@@ -134,8 +134,16 @@ def _verify(
     if problems or weights_only:
         return (None if problems else Resume(folder, manifest)), problems
     state = read_state(folder)
-    position = Position(**state.pop("position"))
-    return Resume(folder, manifest, continues=True, position=position, **state), problems
+    resume = Resume(
+        folder,
+        manifest,
+        continues=True,
+        position=Position(**state["position"]),
+        streams=state["streams"],
+        numbers=state["numbers"],
+        guard=state["guard"],
+    )
+    return resume, problems
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:

@@ -64,7 +64,7 @@ class Base:
 
     folder: str
     fingerprint: str
-    """Of the values."""
+    """Of the files."""
 
 
 @dataclass(frozen=True)

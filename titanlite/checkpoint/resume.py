@@ -51,8 +51,6 @@ class Resume:
     """The optimizer's scalars."""
     guard: dict[str, Any] = field(default_factory=dict)
     """The state of the guard of steps, which judges the next ones by the last."""
-    metrics: dict[str, int] = field(default_factory=dict)
-    """Size and checksum of what metrics.jsonl held."""
     exclude: Sequence[str] = ()
     """Patterns of names that are not loaded."""
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
-from titanlite.observe.run_folder import begin_of_metrics, describe_environment
+from titanlite.observe.run_folder import describe_environment
 from titanlite.runtime.page import OWN_PAGE, phase
 
 FIRST_SECONDS = 60
@@ -153,8 +152,6 @@ class Saver:
         tensors = state.chosen(weights_only, base is None)
         numbers = {} if weights_only else state.numbers()
         document = {"position": asdict(position), "numbers": numbers, "guard": guard}
-        if self._rank == 0:
-            document["metrics"] = begin_of_metrics(Path(self._job.config.job.dump_folder), -1)
         payload = (str(self._job.layout.batch_coordinate(self._rank)), stream)
         make_documents = partial(self._documents, document)
         place = self._folder.confirm, self._folder.run_name, base

@@ -20,7 +20,6 @@ from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.state import TrainingState
 from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 from titanlite.errors import RunFailed, UserError
-from titanlite.observe.run_folder import restore_metrics
 from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects
 
@@ -113,8 +112,6 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     step = resume.position.step
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
-        if notice := restore_metrics(folder.job.config, resume.metrics):
-            log.info(notice)
     dist.barrier(folder.group)
     log.info(f"resumed step {step} from {resume.folder}")
     for line in resume.changes(folder.job, _has_dropout(state)):

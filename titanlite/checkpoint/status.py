@@ -63,7 +63,7 @@ def record(config: JobConfig, root: Path, step: int) -> None:
 
 def _newest_there(url: str) -> str:
     """Check a bucket, and return its newest complete step."""
-    bucket.check(url, exclusive=True)
+    bucket.check(url)
     root = bucket.place(url)
     steps = transfer.steps(root)
     return next((f"{step}" for step in reversed(steps) if is_complete(step_folder(root, step))), "")

@@ -20,7 +20,7 @@ class Checkpoint(Section):
     interval: Literal["auto"] | Positive = 500
     """Steps between checkpoints. "auto": the interval that loses the least time, by the cost of a
     save and fault.mtbf_hours, checked at logged steps."""
-    interval_minutes: NonNegative = 0
+    interval_minutes: NonNegative = 0.0
     """Maximum minutes between checkpoints, checked at logged steps; 0 means no limit."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: block until written; async: copy, then write in the background;

@@ -7,8 +7,8 @@ from typing import Any
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.needs import keys_without_effect
 from titanlite.config.rules import data, parallel, pipeline, run
-from titanlite.config.rules.facts import Facts
-from titanlite.config.schema import KEYS, JobConfig, config_of, value_of, with_values
+from titanlite.config.rules.check import Check
+from titanlite.config.schema import KEYS, JobConfig, with_values
 from titanlite.config.stages import Stages
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
@@ -79,36 +79,30 @@ def job_from(
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
     resolved = with_values(given, {"job.device": device or given.job.device})
-    loaded = replace(loaded, config=resolved)
-    # find(name, function) calls a function with the facts that its parameters are named after, and
-    # keeps what it returns as a fact of that name.
-    facts = Facts(loaded, world)
-    facts.find("spec", run.find_spec)
-    facts.find("model", run.find_model)
-    facts.find("spec", lambda spec, model: spec.of(model))
-    facts.find("shape", lambda spec, model: spec.shape(model))
-    facts.apply(run)
-    facts.find("layout", parallel.find_layout)
-    facts.apply(parallel)
-    facts.find("batch", data.find_batch)
-    facts.apply(data)
-    facts.find("micro_batch", pipeline.find_micro_batch)
-    facts.find("order", pipeline.find_order)
-    facts.find("number_of_stages", pipeline.count_stages)
-    facts.find("modules", pipeline.find_modules)
-    facts.find("stages", pipeline.find_stages)
-    facts.apply(pipeline)
-    if facts.faults:
-        raise ConfigError(facts.faults)
-    layout, batch = facts.layout, facts.batch
+    check = Check(replace(loaded, config=resolved))
+    # What cannot be found is None, and what needs it is left out.
+    spec = check.find(run.find_spec, check.config)
+    of_flavor = check.find(run.find_model, check.config, spec)
+    model = shape = None
+    if of_flavor:
+        spec, model, shape = of_flavor
+    run.apply_rules(check, resolved, spec, model)
+    ranks = world or 0
+    layout = check.find(parallel.find_layout, check.config, resolved, ranks, spec=spec, shape=shape)
+    parallel.apply_rules(check, ranks, layout, spec, model, shape)
+    batch = check.find(data.find_batch, check.config, layout)
+    data.apply_rules(check, layout, shape)
+    stages = pipeline.check_stages(check, ranks, layout, batch, spec, model, shape)
+    if check.faults:
+        raise ConfigError(check.faults)
+    assert spec and shape and layout and batch and stages
     on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
     idle = on_this_mesh | on_any
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields
-        for name, why in facts.spec.idle(facts.model).items():
+        for name, why in spec.idle(model).items():
             if f"model.overrides.{name}" in loaded.entries:
                 idle[f"model.overrides.{name}"] = why
     # Other commands use keys that are off in a training, as `titanlite generate` uses [generate].
     dropped = idle if training else on_this_mesh
-    config = config_of({key: value_of(resolved, key) for key in KEYS if key not in dropped})
-    model = (facts.spec, facts.model, facts.shape)
-    return Job(config, given, idle, layout, batch, *model, facts.stages)
+    config = with_values(resolved, {key: KEYS[key].default for key in dropped if key in KEYS})
+    return Job(config, given, idle, layout, batch, spec, model, shape, stages)

@@ -40,9 +40,6 @@ class JobSection(Section):
     """Print the resolved config at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses the GPUs if the node has any, else the CPU."""
-    plan: Annotated[bool | None, OrNone] = None
-    """Plan a step while the run starts: print its peak memory, communication and speed bound;
-    without a value only for GPUs, since ranks on a CPU need its cores."""
 
 
 class Model(Section):
@@ -332,8 +329,17 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with other values of some dotted keys."""
-    return config_of({**{key: value_of(config, key) for key in KEYS}, **values})
+    """Return the config with other values, which are legal, of some dotted keys."""
+    return _changed(config, nested(values))
+
+
+def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+    update = dict(values)
+    for name, value in values.items():
+        old = getattr(section, name)
+        if isinstance(old, Section):
+            update[name] = _changed(old, value)
+    return section.model_copy(update=update)
 
 
 def config_of(values: Mapping[str, Any]) -> JobConfig:

@@ -85,7 +85,7 @@ class FaultSection(Section):
     grace_seconds: Annotated[Seconds, Only("checkpoint.enable")] = 60
     """Seconds from a stop request (SIGTERM, SIGUSR1 or the time limit) until ranks that have not
     saved are killed."""
-    stop_after_minutes: NonNegative = 0
+    stop_after_minutes: NonNegative = 0.0
     """Time limit of a run in minutes: it saves and stops grace_seconds earlier. 0 means no limit.
     The end of a SLURM job, SLURM_JOB_END_TIME, is always a limit."""
     max_restarts: Annotated[Natural, Only("checkpoint.enable")] = 3
@@ -108,8 +108,8 @@ class FaultSection(Section):
     comm.train_timeout_seconds. The start, the first step, loading and saving keep their
     timeouts in [comm]."""
     preflight: bool = True
-    """Time the groups of the mesh before the model is built, and name the ranks and links that are
-    slow. That all ranks have the same config and software is always checked."""
+    """Time an all-reduce over each dimension of the mesh before the model is built. That all ranks
+    have the same config and software is always checked."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """If a step's gradient norm is NaN or infinite: end the run, or skip the update."""
     skip_budget: Annotated[Natural, Only("steps to skip")] = 10

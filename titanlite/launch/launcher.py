@@ -28,8 +28,7 @@ from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
 from titanlite.config.options import KeysHelp
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
-from titanlite.errors import FAILED, INTERRUPTED, OK, REFUSED, RunFailed, UserError
-from titanlite.launch.background import planned_in_background
+from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError
 from titanlite.launch.nodes import (
     Nodes,
     describe_start,
@@ -40,7 +39,6 @@ from titanlite.launch.nodes import (
 )
 from titanlite.launch.preflight import check_machine, file_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
-from titanlite.launch.sweep import sweep
 from titanlite.launch.terminal import say
 from titanlite.observe import events
 from titanlite.observe.console import rank_log
@@ -81,8 +79,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(takes_overrides=True)
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
-    values = "train once with each value, one seed, own folders: optimizer.lr=1e-3,4e-3"
-    parser.add_argument("--sweep", metavar="KEY=V,V", help=values, action="append", default=[])
     about = "list every config key, or those that mention WORD"
     parser.add_argument(
         "-h", "--help", nargs="?", const="", metavar="WORD", action=KeysHelp, help=about
@@ -95,28 +91,9 @@ def run(arguments: Namespace, argv: list[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
     try:
-        if settings := getattr(arguments, "sweep", []):  # `titanlite profile` has none
-            return _sweep(argv, settings)
         return _check_and_run(argv)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def _sweep(argv: list[str], settings: list[str]) -> int:
-    """Train once with each value and return the highest exit code; a run that was stopped is the
-    last. All are checked before the first one starts.
-    """
-    runs, compare = sweep(argv, settings)
-    for words in runs.values():
-        find_job(load(parse_command_line(words, os.environ)), os.environ)
-    worst = OK
-    for number, (name, words) in enumerate(runs.items(), 1):
-        say(f"titanlite: run {number} of {len(runs)}: {name}")
-        worst = max(worst, _check_and_run(words))
-        if worst > FAILED:
-            return worst
-    say(f"titanlite: to compare them: {compare}")
-    return worst
 
 
 def _check_and_run(argv: list[str]) -> int:
@@ -155,10 +132,7 @@ def _check_and_run(argv: list[str]) -> int:
     forks = fork_server(only_imports, prepared=prepared)
     try:
         stopping = Stopping(job.config)
-        with planned_in_background(job, nodes, device, processes) as notices:
-            return Launch(
-                argv, loaded, job, nodes, device, processes, shown, notices, stopping, forks
-            ).run()
+        return Launch(argv, loaded, job, nodes, device, processes, shown, stopping, forks).run()
     except Stopped as stopped:  # before the workers were there
         return _end_early(job, stopped.early)
 
@@ -210,8 +184,6 @@ class Launch:
     processes: int
     shown: set[int]
     """The ranks on the terminal."""
-    notices: Callable[[], list[str]]
-    """Returns lines about the plan when they are known."""
     stopping: Stopping
     forks: ForkServer | None
     moved: set[Path] | None = None
@@ -321,17 +293,14 @@ class Launch:
 
     def _open_terminal(self, attempt: Attempt) -> Terminal:
         from titanlite.launch.attempts import shown_here
-        from titanlite.launch.terminal import Terminal, known_facts
+        from titanlite.launch.terminal import Terminal
 
-        ranks = shown_here(self.shown, attempt)
-        logs = {rank: rank_log(self.folder, rank) for rank in ranks}
-        archives = [archive / "logs" for archive in self.moved or ()]
-        before = [self.folder / "logs" / f"attempt-{attempt.number - 1}", *archives]
-        known = known_facts(next(filter(Path.exists, before), None), ranks)
-        color = not self.job.config.metrics.disable_color_printing
-        files = logs, self.folder / "metrics.jsonl", self.job.config.training.steps
+        config = self.job.config
+        logs = {rank: rank_log(self.folder, rank) for rank in shown_here(self.shown, attempt)}
+        color = not config.metrics.disable_color_printing
         seconds = 0.1 if self.nodes.count == 1 else 1  # one file system opens them for all nodes
-        return Terminal(*files, color, self.notices, known, seconds)
+        metrics = self.folder / "metrics.jsonl"
+        return Terminal(logs, metrics, config.training.steps, color, seconds)
 
     def _finish(self, verdict: Verdict) -> int:
         if verdict.early:

@@ -5,10 +5,9 @@ of progress.
 import errno
 import json
 import os
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +18,7 @@ from titanlite.observe.metrics import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
-"""The launcher's own log, with the plan."""
-_FACT = re.compile(r"(?:titanlite: )?(plan(?=ned )|Applied \w+|[a-z]+(?=  ))")
+"""The launcher's own log."""
 
 
 class Follower:
@@ -59,19 +57,13 @@ class Terminal:
         metrics: Path,
         steps: int,
         color: bool,
-        notices: Callable[[], list[str]] = list,
-        known: Iterable[str] = (),
         seconds: float = 0.1,
     ) -> None:
-        """Of the facts that are `known`, only the names are shown, in one line before the first
-        step. The files are read every so many seconds.
-        """
+        """Read the files every so many seconds."""
         self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
-        self._metrics, self._steps, self._notices = Follower(metrics), steps, notices
-        self._folder = metrics.parent / "logs"
-        self._known = {*known}
-        self._unchanged = dict[str, None]()
+        self._metrics = Follower(metrics)
+        self._steps = steps
         self._failed: set[int] = set()
         self.last_record: dict[str, Any] = {}
         self._live = sys.stdout.isatty()
@@ -123,10 +115,6 @@ class Terminal:
             self._show(show, last=True)
 
     def _show(self, show: Any, last: bool = False) -> None:
-        for line in [] if last else self._notices():
-            note(self._folder, line)
-            if not self._is_known(line):
-                show(line)
         for rank, follower in self._logs.items():
             for line in map(untimed, follower.lines(last)):
                 if (
@@ -135,49 +123,18 @@ class Terminal:
                     self._failed.add(rank)
                 if rank in self._failed:
                     continue
-                if self._is_known(line) or line.startswith(
-                    "no effect "
-                ):  # the launcher has printed its own
+                if line.startswith("no effect "):  # the launcher has printed its own
                     continue
-                if line.startswith("step:"):
-                    self._show_unchanged(show)
                 prefix = f"[rank {rank}] " if len(self._logs) > 1 else ""
                 if self._live:
                     line = shortened(line, columns() - len(prefix))
                 show(prefix + (colored(line) if self._color else line))
-        if last:
-            self._show_unchanged(show)
         for line in self._metrics.lines():
             with suppress(ValueError):  # a resume may have put another file in its place
                 record = json.loads(line)
                 if "loss" in record:
                     self.last_record = record
         sys.stdout.flush()
-
-    def _is_known(self, line: str) -> bool:
-        fact = _FACT.match(line) if line in self._known else None
-        if fact:
-            self._unchanged[fact[1]] = None
-        return bool(fact)
-
-    def _show_unchanged(self, show: Any) -> None:
-        if self._unchanged:
-            show(
-                f"unchanged since the last start: {', '.join(self._unchanged)} (in {self._folder})"
-            )
-        self._known, self._unchanged = set(), {}
-
-
-def known_facts(logs: Path | None, ranks: Iterable[int]) -> set[str]:
-    """Return the facts that an earlier start logged before its first step, if `logs` are of one."""
-    files = (
-        [logs / name for name in (NOTICES, *(f"rank-{rank}.log" for rank in ranks))] if logs else []
-    )
-    lines: set[str] = set()
-    for path in files:
-        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-            lines |= {*untimed(file.read(1 << 16)).partition("\nstep:")[0].splitlines()}
-    return lines
 
 
 def note(logs: Path, line: str) -> None:

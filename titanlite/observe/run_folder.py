@@ -2,11 +2,9 @@
 
 import json
 import platform
-import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
@@ -50,40 +48,6 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
         )
         raise UserError(f"{foreign}, which no run wrote and a run would move; use another folder")
     return new_archive_folder(dump_folder, paths)
-
-
-def begin_of_metrics(dump_folder: Path, size: int) -> dict[str, int]:
-    """Return the size and the checksum of the first bytes of metrics.jsonl, at most `size`."""
-    file = dump_folder / METRICS
-    content = file.read_bytes()[:size] if file.exists() else b""
-    return {"size": len(content), "crc32": zlib.crc32(content)}
-
-
-def restore_metrics(config: JobConfig, begin: dict[str, int]) -> str:
-    """Let metrics.jsonl and TensorBoard's events continue the record of the checkpoint's run.
-
-    Another run's are moved to previous/; the run's own come from there, if it has them. Return a
-    line for the log."""
-    dump_folder = Path(config.job.dump_folder)
-    names = (METRICS, RUN_ID, config.metrics.save_tb_folder)
-    if begin_of_metrics(dump_folder, begin["size"]) == begin:
-        return ""
-    archived = sorted((dump_folder / "previous").glob("*"), reverse=True)
-    own = [folder for folder in archived if begin_of_metrics(folder, begin["size"]) == begin]
-    paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
-    notice = (
-        f"{METRICS} has nothing of the steps before: the record of the checkpoint's run is gone"
-    )
-    if paths:
-        notice += f"; another run's record is now in {new_archive_folder(dump_folder, paths)}"
-    if not own:
-        return notice
-    for path in (own[0] / name for name in names):
-        if path.is_dir():
-            shutil.copytree(path, dump_folder / path.name)
-        elif path.exists():
-            shutil.copy2(path, dump_folder)
-    return f"{METRICS} continues the record of the checkpoint's run, from {own[0]}"
 
 
 def new_archive_folder(dump_folder: Path, paths: Iterable[Path] = ()) -> Path:

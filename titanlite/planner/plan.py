@@ -1,7 +1,7 @@
 """The plan of a job: a step's memory, communication and time, and whether it fits.
 
 `to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the
-names. The start of a run prints two lines of it."""
+names."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,13 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from titanlite.config.hardware_table import recognize
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.planner.bounds import Facts
 from titanlite.planner.depth import fullest, plan_ranks
-from titanlite.planner.hardware import GIB, Hardware, load_hardware, with_source
-from titanlite.planner.record import DISK, KINDS, Recording
+from titanlite.planner.hardware import GIB, Hardware, with_source
+from titanlite.planner.record import KINDS, Recording
 from titanlite.planner.search import Candidate, changes
 from titanlite.planner.speed import WAITING, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
@@ -239,70 +238,3 @@ def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
             "moved": sum(operation.moved for operation in operations),
             "collectives": sum(operation.collective is not None for operation in operations),
         }
-
-
-def start_lines(job: Job, gpu: str, memory: int | None, processes: int) -> Sequence[str]:
-    """Return the lines for a job with so many ranks on a node, each on a GPU of this name, or else
-    on a CPU.
-
-    `memory` is that of a rank in bytes, or None.
-    """
-    try:
-        ranks = plan_ranks(job, as_on_cuda=bool(gpu))
-        recording = fullest(ranks)
-        known = recognize(gpu, memory)
-        hardware = load_hardware(known) if known else None
-        speed = (
-            f'no speed bound of "{gpu}", which hardware.toml has not'
-            if gpu
-            else "no speed bound on a CPU"
-        )
-        if hardware:
-            found = speed_of_job(job, ranks, hardware)[0]
-            speed = (
-                f"{found.bound:.3g} s or more by {found.binding}, "
-                f"by estimate {found.estimate:.3g} s"
-            )
-    except UserError as error:
-        return [f"titanlite: memory and speed are {error}"]
-    sent = _communication(job, recording, processes)
-    return [
-        f"titanlite: {_memory(job, recording, hardware, memory)}",
-        f"titanlite: {sent}; {speed}",
-    ]
-
-
-def _memory(job: Job, recording: Recording, hardware: Hardware | None, memory: int | None) -> str:
-    line = f"planned peak {format_bytes(recording.peak)} a rank, in {recording.moment}"
-    if DISK in recording.static:
-        line += f", and {format_bytes(recording.static[DISK])} on a disk"
-    if memory is None:
-        return line
-    if not hardware:
-        line += ", plus Python and torch"
-    of = f"{'a GPU' if hardware else 'a rank'} has {format_bytes(memory)}"
-    reserve = hardware.reserve.gib if hardware else 0
-    if recording.peak <= memory - reserve * GIB:
-        return f"{line}; {of}"
-    found = changes(job, hardware, most=1) if hardware else []
-    remedy = "".join(f"; {change.option} needs {format_bytes(change.peak)}" for change in found)
-    if reserve:
-        of += f", {reserve:g} GiB of it to be kept free (assumed)"
-    return f"warning: {line}, but {of}{remedy}"
-
-
-def _communication(job: Job, recording: Recording, processes: int) -> str:
-    parts = []
-    for dimension, group in groupby(
-        traffic_of(job, recording, processes), key=lambda row: row.dimension
-    ):
-        rows = [*group]
-        numbers = Counter[str]()
-        for row in rows:
-            numbers[row.kind] += row.number
-        counts = " + ".join(
-            f"{number} {kind}{'s' * (number > 1)}" for kind, number in numbers.items()
-        )
-        size = format_bytes(sum(row.bytes for row in rows))
-        parts.append(f"{dimension} {counts} of {size}, {rows[0].where}")
-    return f"planned communication of a step: {'; '.join(parts) or 'none'}"

@@ -1,11 +1,10 @@
-"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export, import and remove them,
-without process groups.
+"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export and import them, without
+process groups.
 
 Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its
 config names is imported only if the command line names it too."""
 
 import json
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -13,23 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     MANIFEST,
     CorruptCheckpoint,
     Manifest,
-    committed,
     faults,
-    is_complete,
-    latest_complete,
-    point_latest,
     read_document,
     read_manifest,
     read_state,
-    step_folder,
-    step_of,
 )
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
@@ -38,7 +30,6 @@ from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote, local_folder, place
 from titanlite.tools.checkpoint_cp import copy
 from titanlite.tools.checkpoint_hf import export, import_folder
-from titanlite.tools.exclusive import hold_run
 from titanlite.tools.load import (
     DOCUMENTS,
     brought,
@@ -205,43 +196,6 @@ def _difference(
     return f"{count}, by {distance.max():.3g} at most"
 
 
-def _rm(arguments: Namespace) -> int:
-    from titanlite.checkpoint.cleanup import delete
-
-    # A link is removed, not its target.
-    folders = [
-        path if is_remote(path) else Path(os.path.abspath(path)) for path in arguments.step_folder
-    ]
-    for folder in folders:
-        if step_of(folder.name) is None or not store.exists(folder / MANIFEST):
-            raise UserError(
-                f"{folder} is not a complete checkpoint: "
-                f"it must be named step-N and have a {MANIFEST}"
-            )
-    for root in {folder.parent for folder in folders}:
-        for resumable, what in (
-            (False, "complete checkpoint"),
-            (True, "checkpoint that can be resumed"),
-        ):
-            steps = (step_folder(root, step) for step in committed(root))
-            of_this_kind = {folder for folder in steps if is_complete(folder, resumable)}
-            if of_this_kind and of_this_kind <= set(folders) and not arguments.force:
-                raise UserError(f"{root} would have no {what} left; --force removes them anyway")
-    for given, folder in zip(arguments.step_folder, folders, strict=True):
-        if arguments.dry_run:
-            print(f"would remove {given}")
-            continue
-        if is_remote(folder):
-            transfer.remove(folder)
-            print(f"removed {given}")
-            continue
-        hold_run(folder)
-        delete(folder)
-        point_latest(folder.parent, latest_complete(folder.parent))
-        print(f"removed {given}")
-    return 0
-
-
 def _environment(folder: Path) -> tuple[str, str]:
     """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
@@ -339,16 +293,6 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
                 place,
             ),
             "--all": "every complete checkpoint of FROM; those that are there stay as they are",
-        },
-    ),
-    "rm": (
-        _rm,
-        "remove checkpoints, but never the last complete one",
-        "rm outputs/checkpoint/step-500",
-        {
-            "STEP_FOLDER …": ("named step-N, also a URL", place),
-            "--dry-run": "only print what would be removed",
-            "--force": "even the last complete one",
         },
     ),
 }

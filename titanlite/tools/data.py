@@ -23,9 +23,9 @@ from titanlite.data.shards import read_manifest
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
+from titanlite.runtime import lock
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.cluster import cores
-from titanlite.tools.exclusive import writing
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -72,10 +72,17 @@ def _prepare(arguments: Namespace) -> int:
         print_notice(notice)
     is_url = is_remote(arguments.out)
     target = staging_folder(arguments.out) if is_url else arguments.out
-    with writing(target), progress_bar("bytes") as report:
-        manifest = prepare(
-            documents, arguments.tokenizer, arguments.out, arguments.workers, report, print_notice
-        )
+    lock_file = target.parent / f".{target.name}.lock"
+    try:
+        lock.take(lock_file, str(target))
+    except OSError as error:
+        raise UserError(f"{target} cannot be written to: {error}") from None
+    options = arguments.tokenizer, arguments.out, arguments.workers
+    try:
+        with progress_bar("bytes") as report:
+            manifest = prepare(documents, *options, report, print_notice)
+    finally:
+        lock_file.unlink()
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]

@@ -159,7 +159,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     restore(Resume(folder, manifest), state, None)
     if manifest.base:
         given = job.config.checkpoint.initial_load_path
-        BaseWeights(manifest.base, given, job.spec, job.model).fill(state.frozen())
+        BaseWeights(manifest.base, given, job.spec, job.model).read(state.frozen())
     return model
 
 

@@ -66,10 +66,6 @@ def add_arguments(parser: ArgumentParser) -> None:
             Path,
         ),
         "--tokens N": ("also print the days that N tokens take", _positive, 0.0),
-        "--mtbf HOURS": (
-            "print instead the share of the time that trains if a failure comes so often",
-            _positive,
-        ),
         "--imbalance F": (
             "experts: the fullest rank receives F times the mean of tokens (default: 1)",
             _times,
@@ -84,20 +80,12 @@ def add_arguments(parser: ArgumentParser) -> None:
             "with --search: train the best K for a few steps on this machine, and rank by that",
             positive_int,
         ),
-        "--selftest": "compare plans with real steps of small models "
-        "on this machine's CPU, to the byte",
     }
     declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the plan of a job, or the ranking of a search; 2 if nothing fits."""
-    if arguments.selftest:
-        if len(arguments.argv) > 2:
-            raise UserError("--selftest plans its own small models: remove the other options")
-        from titanlite.verify.plan_check import selftest
-
-        return selftest()
     if not arguments.search:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:
@@ -112,11 +100,6 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         training=True,
         device="cuda",
     )
-    if arguments.mtbf:
-        from titanlite.planner.goodput import goodput_table
-
-        print(goodput_table(job, hardware, arguments.mtbf))
-        return 0
     if arguments.search:
         return _search(arguments, overrides, job, hardware)
     from titanlite.planner.plan import make_plan
@@ -166,7 +149,7 @@ def _measure(overrides: list[str], world: int, settings: dict[str, Any]) -> floa
         own.append(f"--job.dump_folder={folder}")
         own += f"""
             --training.steps={2 * MEASURED} --metrics.log_freq=1 --validation.no_enable
-            --checkpoint.no_enable --generate.no_at_end --job.no_plan
+            --checkpoint.no_enable --generate.no_at_end
             """.split()
         command = [sys.executable, "-m", "titanlite", "train", *overrides, *own]
         environ = {**os.environ, "NGPU": f"{world}"}

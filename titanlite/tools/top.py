@@ -14,8 +14,6 @@ from titanlite.checkpoint.manifest import CONFIG
 from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
-from titanlite.launch.terminal import NOTICES
-from titanlite.observe.console import untimed
 from titanlite.observe.events import starts
 from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
@@ -77,7 +75,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
     below = "\n\n".join([events, story, places_now])
     if not record.history or below.count("\n") > height - 4:
         below = f"{events}\n\n{places_now}"
-    rows = rows[: max(1, height - 3 - below.count("\n"))] or _last_notice(record.folder)
+    rows = rows[: max(1, height - 3 - below.count("\n"))]
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
 
@@ -96,25 +94,20 @@ def state_of(record: Run) -> tuple[str, bool]:
         end = "stopped"
     elif silent > SILENT_SECONDS:
         end = f"no sign of life for {format_duration(silent)}"
-    if not len(record.logged) or not steps:
-        state = "starting" if len(record.logged) else "starting, no step logged yet"
+    if not record.steps or not steps:
+        state = "starting" if record.steps else "starting, no step logged yet"
         return f"{state}, {end}" if end else state, False
-    step, seconds, eta = record.logged[["step", "step_seconds", "eta_seconds"]][-1]
+    step = record.steps[-1]
+    eta = record.last("eta_seconds")
+    if np.isnan(eta):
+        eta = (steps - step) * record.last("step_seconds")
     if has_stopped:  # its last step may not have been logged
         step = max(beat["step"] for beat in beats)
     if step >= steps and (record.is_done or has_stopped or not beats):
-        return f"step {step:.0f} of {steps}, done", True
+        return f"step {step} of {steps}, done", True
     doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
-    left = (
-        end or doing or f"eta {format_duration((steps - step) * seconds if np.isnan(eta) else eta)}"
-    )
-    return f"step {step:.0f} of {steps}, {left}", False
-
-
-def _last_notice(folder: Path) -> list[tuple[str, str]]:
-    """Return the last line of the launcher's log."""
-    lines = untimed(text_of(folder / "logs" / NOTICES)).splitlines()
-    return [("launcher", line.removeprefix("titanlite: ")) for line in lines[-1:]]
+    left = end or doing or f"eta {format_duration(eta)}"
+    return f"step {step} of {steps}, {left}", False
 
 
 def places(file: Path, *, live: bool = True) -> Table:

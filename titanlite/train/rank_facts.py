@@ -13,7 +13,6 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
-from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
-from titanlite.runtime.cluster import RankInfo, ask_driver
+from titanlite.observe.run_folder import git_revision
+from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
 
@@ -40,8 +40,6 @@ class Facts:
     host: str
     config: str
     """Without the paths that may differ between nodes."""
-    order: str
-    """Of the pipeline: each rank read the CSV itself."""
     device: str
     gpu: str
     software: str
@@ -49,9 +47,8 @@ class Facts:
     revision: str
     """Of the checkout.
 
-    Empty where unknown, and on all but a host's first rank, as are the driver's complaints.
+    Empty where unknown, and on all but a host's first rank.
     """
-    complaints: list[str]
     machine: str
     free_bytes: int
     folder: str
@@ -72,7 +69,6 @@ class Facts:
 
 MUST_BE_EQUAL = {
     "the config": "config",
-    "the order of the pipeline": "order",
     "the kind of device": "device",
     "the software": "software",
     "the code's revision": "commit",
@@ -81,21 +77,20 @@ MUST_BE_EQUAL = {
 }
 
 
-def facts_of(
-    job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = ""
-) -> Facts:
+def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> Facts:
     """Return the facts of this rank.
 
     Call it on all ranks: they read their clocks at the same time.
     """
     software = f"titanlite {__version__}, torch {torch.__version__}"
     gpu = ""
-    complaints = list[str]()
+    revision = None
+    if rank.local_rank == 0:
+        revision = git_revision()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         software += f" by {nccl_implementation()}"
-        complaints = own_gpu_complaints() if rank.local_rank == 0 else []
     folder = Path(job.config.job.dump_folder).absolute()
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     system = os.statvfs(folder)
@@ -110,13 +105,11 @@ def facts_of(
             to_toml(job.given),
             flags=re.MULTILINE,
         ),
-        str(job.stages),
         device.type,
         gpu,
         software,
         platform.python_version(),
         revision or "",
-        complaints,
         machine,
         system.f_bavail * system.f_frsize,
         f"{folder.stat().st_ino} {system.f_blocks} {system.f_files}",
@@ -228,48 +221,4 @@ def notable(facts: Sequence[Facts]) -> list[str]:
     for host, group in hosts.items():
         if (free := min(own.free_bytes for own in group)) < FREE_BYTES:
             lines.append(f"job.dump_folder has only {format_bytes(free)} free on {host}")
-        lines += [f"{complaint} on {host}" for own in group for complaint in own.complaints]
-    return lines
-
-
-def own_gpu_complaints() -> list[str]:
-    """Return what the driver says of this host's GPUs, if there is nvidia-smi."""
-    try:
-        return gpu_complaints(ask_driver("-q", "-x"))
-    except UserError as error:
-        return [f"{error}: GPUs are not checked"]
-
-
-def gpu_complaints(xml: str) -> list[str]:
-    """Return errors of memory and active slowdowns in what `nvidia-smi -q -x` prints: drivers
-    rename its tags.
-    """
-    try:
-        gpus = [*ElementTree.fromstring(xml).iter("gpu")]
-    except ElementTree.ParseError:
-        return []
-    bad = (
-        r"clocks_(?:event|throttle)_reason_(hw_.*|sw_thermal_slowdown)=Active"
-        r"|(remapped_row_(?:pending|failure)=Yes)"
-    )
-    lines = []
-    for gpu in gpus:
-        counts = [
-            *gpu.iterfind("ecc_errors/volatile/*"),
-            *gpu.iterfind("ecc_errors/volatile/double_bit/total"),
-        ]
-        found = [
-            f"{e.tag}={(e.text or '').strip()}"
-            for e in counts
-            if re.search("_uncorrectable|total", e.tag)
-        ]
-        found = [
-            f"{count} since its driver started" for count in found if re.search("=[1-9]", count)
-        ]
-        states = [
-            re.fullmatch(bad, f"{element.tag}={(element.text or '').strip()}")
-            for element in gpu.iter()
-        ]
-        found += [state[1] or state[2] for state in states if state]
-        lines += [f"GPU {gpu.get('id', '')} has {', '.join(found)}"] if found else []
     return lines

@@ -67,12 +67,12 @@ def find_tokens_to_validate() -> None:
 
 
 def take_time_on_the_network() -> None:
-    timed = network._time
+    largest = network._largest
 
-    def time(*arguments: Any) -> tuple[int, float]:
-        return reading("item", 1.0, timed, *arguments)
+    def found(*arguments: Any) -> float:
+        return reading("item", 1.0, largest, *arguments)
 
-    mock.patch.object(network, "_time", time).start()
+    mock.patch.object(network, "_largest", found).start()
 
 
 def vote_for_known_shapes() -> None:

@@ -1,5 +1,5 @@
 """The rules between keys, by subject: run (model, optimizer, saving), parallel, data, pipeline.
 
-A rule is a generator function that yields refusals. Its parameters name the facts that it takes
-(facts.py). May import config.schema, config.load, registry, layout and errors. Never looks at the
+A rule is a generator function that yields refusals; each file lists its rules with what they read
+(check.py). May import config.schema, config.load, registry, layout and errors. Never looks at the
 machine."""

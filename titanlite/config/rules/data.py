@@ -1,8 +1,8 @@
 """Rules of data sets, batches and sequence lengths."""
 
 from titanlite.config.needs import is_streamed
-from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
-from titanlite.config.schema import KEYS
+from titanlite.config.rules.check import Check, Refusals, Refuse
+from titanlite.config.schema import KEYS, JobConfig
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
@@ -11,7 +11,18 @@ BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
 
 
-def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | None:
+def apply_rules(check: Check, layout: Layout | None, shape: ModelDims | None) -> None:
+    """Apply the rules of this file."""
+    config = check.config
+    check.apply(_sequences_fit_the_model, config, shape)
+    check.apply(_chunks_have_tokens, config, layout)
+    check.apply(_byte_tokenizer_fits_the_vocabulary, config, shape)
+    check.apply(_data_sets_have_paths, config)
+    check.apply(_streams_have_limits, config)
+    check.apply(_mixtures_add_up, config)
+
+
+def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | None:
     """Return the samples of a step; refuse a global batch that is not a multiple of the smallest
     one.
     """
@@ -30,14 +41,14 @@ def find_batch(refuse: Refuse, config: ConfigView, layout: Layout) -> Batch | No
     return None
 
 
-def _sequences_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
+def _sequences_fit_the_model(config: JobConfig, shape: ModelDims) -> Refusals:
     for section in ("training", "validation"):
         if (getattr(config, section).seq_len or 0) > shape.max_seq_len:
             why = f"the model has positions for {shape.max_seq_len} tokens at most"
             yield f"{section}.seq_len", why
 
 
-def _chunks_have_tokens(config: ConfigView, layout: Layout) -> Refusals:
+def _chunks_have_tokens(config: JobConfig, layout: Layout) -> Refusals:
     training, validation = config.training, config.validation
     shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
     shortest //= layout.cp
@@ -46,7 +57,7 @@ def _chunks_have_tokens(config: ConfigView, layout: Layout) -> Refusals:
         yield "training.loss_chunks", f"a sequence has {shortest} tokens{rank}; at most {shortest}"
 
 
-def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) -> Refusals:
+def _byte_tokenizer_fits_the_vocabulary(config: JobConfig, shape: ModelDims) -> Refusals:
     model = config.model
     if any(part.dataset == "tokens" for part in config.training.sources):
         return  # token shards bring a tokenizer or need none
@@ -56,7 +67,7 @@ def _byte_tokenizer_fits_the_vocabulary(config: ConfigView, shape: ModelDims) ->
         yield "model.hf_assets_path", f"{why}with its vocabulary of {shape.vocab_size}"
 
 
-def _data_sets_have_paths(config: ConfigView) -> Refusals:
+def _data_sets_have_paths(config: JobConfig) -> Refusals:
     for section in ("training", "validation") if config.validation.enable else ("training",):
         view = getattr(config, section)
         if why := _path_fault(view.dataset, view.dataset_path):
@@ -77,7 +88,7 @@ def _path_fault(name: str, path: str) -> str:
     return ""
 
 
-def _streams_have_limits(config: ConfigView) -> Refusals:
+def _streams_have_limits(config: JobConfig) -> Refusals:
     training = config.training
     for number, part in enumerate(training.mixture, 1):
         if is_streamed(part.dataset):
@@ -107,7 +118,7 @@ def _streams_have_limits(config: ConfigView) -> Refusals:
             yield "validation.steps", f"{why}; name a number of steps"
 
 
-def _mixtures_add_up(config: ConfigView) -> Refusals:
+def _mixtures_add_up(config: JobConfig) -> Refusals:
     training = config.training
     parts = training.mixture
     if not parts:

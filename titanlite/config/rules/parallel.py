@@ -8,9 +8,9 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.config.load import Loaded
 from titanlite.config.needs import asks_for_sharding
-from titanlite.config.rules.facts import ConfigView, InvalidField, Refusals, Refuse
+from titanlite.config.rules.check import Check, InvalidField, Refusals, Refuse
+from titanlite.config.schema import JobConfig
 from titanlite.config.stages import fills_stages
 from titanlite.layout import Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec, expert_paths
@@ -29,17 +29,45 @@ DEGREES = {
 _FLOAT8 = "quantize.linear.float8."
 
 
+def apply_rules(
+    check: Check,
+    world: int,
+    layout: Layout | None,
+    spec: ModelSpec | None,
+    model: Any,
+    shape: ModelDims | None,
+) -> None:
+    """Apply the rules of this file."""
+    config = check.config
+    check.apply(_tensor_parallel_divides_the_model, config, world, spec, model, shape)
+    check.apply(_async_tensor_parallel_has_what_it_needs, config)
+    check.apply(_context_parallel_divides_the_sequence, config, world, spec, shape)
+    check.apply(_expert_parallel_finds_experts, config, spec, model, shape)
+    check.apply(_expert_parallel_divides_experts_and_ranks, layout, shape)
+    check.apply(_pipeline_parallel_may_cut_the_model, config, spec)
+    check.apply(_groups_fit_the_model, config, shape)
+    check.apply(_resharding_splits_the_sharding_ranks, config, layout)
+    check.apply(_replicated_parameters_are_not_offloaded, config)
+    check.apply(_compiler_honors_the_memory_budget, config)
+    check.apply(_recomputation_finds_blocks, config, shape)
+    check.apply(_float8_can_multiply, config)
+    check.apply(_float8_fills_its_rows, config, layout)
+    check.apply(_float8_can_be_gathered, config)
+
+
 def find_layout(
     refuse: Refuse,
-    config: ConfigView,
-    loaded: Loaded,
+    config: JobConfig,
+    plain: JobConfig,
     world: int,
-    spec: ModelSpec | None = None,
-    shape: ModelDims | None = None,
+    *,
+    spec: ModelSpec | None,
+    shape: ModelDims | None,
 ) -> Layout | None:
     """Return the mesh; refuse degrees that do not fill the world.
 
-    Without a world size, it is the smallest world where every key has an effect.
+    Without a world size, it is the smallest world where every key has an effect; `plain` has
+    defaults for invalid fields.
     """
     settings = config.parallelism
     degree = {name: getattr(settings, key) for name, key in DEGREES.items()}
@@ -47,7 +75,7 @@ def find_layout(
     ep, experts = settings.expert_parallel_degree, bool(shape and shape.experts)
     if not world and shard == -1:
         for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
-        shard = max(2 if asks_for_sharding(loaded.config) else 1, for_experts)
+        shard = max(2 if asks_for_sharding(plain) else 1, for_experts)
     world = world or others * shard
     if world % others == 0 and shard in (-1, world // others):
         return Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
@@ -76,7 +104,7 @@ def find_layout(
 
 
 def legal_degrees(
-    key: str, world: int, config: ConfigView, spec: ModelSpec | None, shape: ModelDims | None
+    key: str, world: int, config: JobConfig, spec: ModelSpec | None, shape: ModelDims | None
 ) -> list[int]:
     """Return the legal degrees: divisors of the remaining ranks (world 0: any) and of all that a
     degree splits.
@@ -101,7 +129,7 @@ def _does_not_divide(degree: int, what: str, legal: list[int]) -> str:
     return f"{degree} does not divide {what}; legal: {', '.join(map(str, legal))}"
 
 
-def _split_by_tensor_parallel(config: ConfigView, shape: ModelDims) -> dict[str, int]:
+def _split_by_tensor_parallel(config: JobConfig, shape: ModelDims) -> dict[str, int]:
     """Return the sizes that a tensor-parallel degree must divide."""
     training, validation = config.training, config.validation
     sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
@@ -111,7 +139,7 @@ def _split_by_tensor_parallel(config: ConfigView, shape: ModelDims) -> dict[str,
     return sizes
 
 
-def _split_by_context_parallel(config: ConfigView, shape: ModelDims) -> dict[str, int]:
+def _split_by_context_parallel(config: JobConfig, shape: ModelDims) -> dict[str, int]:
     """Return the sizes that a context-parallel degree must divide; 1 where other splits leave
     nothing.
     """
@@ -157,7 +185,7 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
 
 
 def _tensor_parallel_divides_the_model(
-    config: ConfigView, world: int, spec: ModelSpec, model: Any, shape: ModelDims
+    config: JobConfig, world: int, spec: ModelSpec, model: Any, shape: ModelDims
 ) -> Refusals:
     tp = config.parallelism.tensor_parallel_degree
     if tp > 1 and (why := _unsplit(spec, model, shape)):
@@ -172,7 +200,7 @@ def _tensor_parallel_divides_the_model(
             )
 
 
-def _async_tensor_parallel_has_what_it_needs(config: ConfigView) -> Refusals:
+def _async_tensor_parallel_has_what_it_needs(config: JobConfig) -> Refusals:
     parallelism, compiler = config.parallelism, config.compile
     if not parallelism.enable_async_tensor_parallel:
         return
@@ -188,7 +216,7 @@ def _async_tensor_parallel_has_what_it_needs(config: ConfigView) -> Refusals:
 
 
 def _context_parallel_divides_the_sequence(
-    config: ConfigView, world: int, spec: ModelSpec, shape: ModelDims
+    config: JobConfig, world: int, spec: ModelSpec, shape: ModelDims
 ) -> Refusals:
     cp, key = config.parallelism.context_parallel_degree, "context_parallel_degree"
     if cp > 1 and not spec.core:
@@ -205,7 +233,7 @@ def _context_parallel_divides_the_sequence(
 
 
 def _expert_parallel_finds_experts(
-    config: ConfigView, spec: ModelSpec, model: Any, shape: ModelDims
+    config: JobConfig, spec: ModelSpec, model: Any, shape: ModelDims
 ) -> Refusals:
     if config.parallelism.expert_parallel_degree > 1 and not (
         shape.experts and expert_paths(spec.rules(model), spec.blocks)
@@ -223,18 +251,18 @@ def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims)
             yield "parallelism.expert_parallel_degree", why
 
 
-def _pipeline_parallel_may_cut_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:
+def _pipeline_parallel_may_cut_the_model(config: JobConfig, spec: ModelSpec) -> Refusals:
     if config.parallelism.pipeline_parallel_degree > 1 and spec.unsplit:
         why = f"{spec.name} cannot be cut into stages: {spec.unsplit}; legal: 1"
         yield "parallelism.pipeline_parallel_degree", why
 
 
-def _groups_fit_the_model(config: ConfigView, shape: ModelDims) -> Refusals:
+def _groups_fit_the_model(config: JobConfig, shape: ModelDims) -> Refusals:
     if config.parallelism.fsdp_blocks_per_group > shape.layers:
         yield "parallelism.fsdp_blocks_per_group", f"the model has {shape.layers} blocks"
 
 
-def _resharding_splits_the_sharding_ranks(config: ConfigView, layout: Layout) -> Refusals:
+def _resharding_splits_the_sharding_ranks(config: JobConfig, layout: Layout) -> Refusals:
     reshard = config.parallelism.fsdp_reshard_after_forward
     if not isinstance(reshard, int) or layout.max_shard_degree == 1:
         return
@@ -255,13 +283,13 @@ def _resharding_splits_the_sharding_ranks(config: ConfigView, layout: Layout) ->
         )
 
 
-def _replicated_parameters_are_not_offloaded(config: ConfigView) -> Refusals:
+def _replicated_parameters_are_not_offloaded(config: JobConfig) -> Refusals:
     if config.parallelism.fsdp_keep_whole and config.training.enable_cpu_offload:
         why = "training.enable_cpu_offload only moves sharded parameters; use one or the other"
         yield "parallelism.fsdp_keep_whole", why
 
 
-def _compiler_honors_the_memory_budget(config: ConfigView) -> Refusals:
+def _compiler_honors_the_memory_budget(config: JobConfig) -> Refusals:
     compiler = config.compile
     if config.activation_checkpoint.mode != "memory_budget":
         return
@@ -276,7 +304,7 @@ def _compiler_honors_the_memory_budget(config: ConfigView) -> Refusals:
         yield "compile.backend", f"{why}, which this backend does not do; use {listed}"
 
 
-def _recomputation_finds_blocks(config: ConfigView, shape: ModelDims) -> Refusals:
+def _recomputation_finds_blocks(config: JobConfig, shape: ModelDims) -> Refusals:
     settings, layers = config.activation_checkpoint, shape.layers
     option = settings.selective_ac_option
     if settings.mode == "selective" and option != "op" and int(option) > layers:
@@ -284,13 +312,13 @@ def _recomputation_finds_blocks(config: ConfigView, shape: ModelDims) -> Refusal
         yield "activation_checkpoint.selective_ac_option", why
 
 
-def _float8_can_multiply(config: ConfigView) -> Refusals:
+def _float8_can_multiply(config: JobConfig) -> Refusals:
     is_float64 = config.training.mixed_precision_param == "float64"
     if config.quantize.linear.float8.enable and is_float64:
         yield _FLOAT8 + "enable", "float8 products come out in float32 or bfloat16, not in float64"
 
 
-def _float8_fills_its_rows(config: ConfigView, layout: Layout) -> Refusals:
+def _float8_fills_its_rows(config: JobConfig, layout: Layout) -> Refusals:
     float8, training = config.quantize.linear.float8, config.training
     tokens = training.local_batch_size * training.seq_len // layout.cp
     if (
@@ -307,7 +335,7 @@ def _float8_fills_its_rows(config: ConfigView, layout: Layout) -> Refusals:
         yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 
-def _float8_can_be_gathered(config: ConfigView) -> Refusals:
+def _float8_can_be_gathered(config: JobConfig) -> Refusals:
     float8, key = config.quantize.linear.float8, _FLOAT8 + "enable_fsdp_float8_all_gather"
     if not float8.enable:
         return

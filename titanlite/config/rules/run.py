@@ -5,13 +5,19 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from titanlite.config.load import Loaded
-from titanlite.config.rules.facts import ConfigView, Refusals, Refuse
-from titanlite.config.schema import KEYS, JobConfig, value_of
+from titanlite.config.rules.check import Check, Refusals, Refuse
+from titanlite.config.schema import KEYS, JobConfig, is_set, value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, STATES
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import UserError
-from titanlite.registry import ModelSpec, find_converter, get_model, get_optimizer, get_sink
+from titanlite.registry import (
+    ModelDims,
+    ModelSpec,
+    find_converter,
+    get_model,
+    get_optimizer,
+    get_sink,
+)
 from titanlite.registry.lora import Adapters
 from titanlite.registry.register import import_package
 
@@ -43,7 +49,28 @@ _LONGEST_NAME = 255  # bytes
 _MAY_BE_0 = ("experts", "dense_layers")
 
 
-def find_spec(refuse: Refuse, config: ConfigView) -> ModelSpec | None:
+def apply_rules(check: Check, plain: JobConfig, spec: ModelSpec | None, model: Any) -> None:
+    """Apply the rules of this file; `plain` has defaults for invalid fields."""
+    config = check.config
+    check.apply(_the_model_allows_the_keys, plain, spec, model)
+    check.apply(_adapters_fit, config, spec, model)
+    check.apply(_names_are_registered, config, spec)
+    check.apply(_optimizer_has_the_keys, config, spec)
+    check.apply(_schedule_fits_the_steps, config)
+    check.apply(_spikes_can_be_judged, config)
+    check.apply(_precisions_agree, config)
+    check.apply(_folders_are_inside_the_dump_folder, config)
+    check.apply(_paths_can_exist, config)
+    check.apply(_cpu_has_what_is_used, plain)
+    check.apply(_checkpoints_are_enabled, config)
+    check.apply(_states_have_names_of_here, config)
+    check.apply(_stores_are_legal, config)
+    check.apply(_hugging_face_knows_the_model, config, spec)
+    check.apply(_hugging_face_has_the_biases, config, model)
+    check.apply(_traces_fit_between_their_steps, config)
+
+
+def find_spec(refuse: Refuse, config: JobConfig) -> ModelSpec | None:
     """Return the registered model."""
     key = "model.package"
     try:
@@ -55,19 +82,22 @@ def find_spec(refuse: Refuse, config: ConfigView) -> ModelSpec | None:
     return None
 
 
-def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
-    """Return the flavor with its overrides."""
+def find_model(
+    refuse: Refuse, config: JobConfig, spec: ModelSpec
+) -> tuple[ModelSpec, Any, ModelDims] | None:
+    """Return the spec of the flavor, the flavor with its overrides, and its dimensions."""
     flavor, overrides = config.model.flavor, config.model.overrides
     is_legal = flavor in spec.flavors or (flavor == "hf" and overrides)
     key = "model.overrides" if is_legal else "model.flavor"
     try:
         model = spec.configure(flavor, overrides)
-        sizes = asdict(spec.shape(model))
-        if empty := [
-            f"{name} {size}" for name, size in sizes.items() if size < 1 and name not in _MAY_BE_0
-        ]:
+        spec = spec.of(model)
+        shape = spec.shape(model)
+        sizes = asdict(shape).items()
+        empty = [f"{name} {size}" for name, size in sizes if size < 1 and name not in _MAY_BE_0]
+        if empty:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
-        return model
+        return spec, model, shape
     except UserError as error:
         refuse(key, f"{error}")
     except ZeroDivisionError:
@@ -75,13 +105,13 @@ def find_model(refuse: Refuse, config: ConfigView, spec: ModelSpec) -> Any:
     return None
 
 
-def _the_model_allows_the_keys(loaded: Loaded, spec: ModelSpec, model: Any) -> Refusals:
+def _the_model_allows_the_keys(config: JobConfig, spec: ModelSpec, model: Any) -> Refusals:
     for key, why in spec.limits(model).items():
-        if value_of(loaded.config, key) != KEYS[key].default:
+        if is_set(config, key):
             yield key, f"{spec.name}: {why}"
 
 
-def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
+def _adapters_fit(config: JobConfig, spec: ModelSpec, model: Any) -> Refusals:
     if not spec.adapters:
         return
     legal = replace(spec.adapters, patterns=("*",)).bases(spec.rules(model))
@@ -104,7 +134,7 @@ def _adapters_fit(config: ConfigView, spec: ModelSpec, model: Any) -> Refusals:
 
 
 def _names_are_registered(
-    config: ConfigView, spec: ModelSpec
+    config: JobConfig, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported
     converters = ["float8" if x in FLOAT8_CONVERTERS else x for x in config.model.converters]
     for key, names, find in (
@@ -119,7 +149,7 @@ def _names_are_registered(
 
 
 def _optimizer_has_the_keys(
-    config: ConfigView, spec: ModelSpec
+    config: JobConfig, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported
     try:
         optimizer = get_optimizer(config.optimizer.name, config.model.package)
@@ -145,7 +175,7 @@ def _optimizer_has_the_keys(
         yield "checkpoint.async_mode", why
 
 
-def _schedule_fits_the_steps(config: ConfigView) -> Refusals:
+def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
     schedule = config.lr_scheduler
     total, warmup = schedule.total_steps or config.training.steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0))
@@ -160,9 +190,9 @@ def _schedule_fits_the_steps(config: ConfigView) -> Refusals:
         yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
 
 
-def _spikes_can_be_judged(config: ConfigView, loaded: Loaded) -> Refusals:
+def _spikes_can_be_judged(config: JobConfig) -> Refusals:
     fault, steps = config.fault, config.training.steps
-    is_given = "fault.spike_window" in loaded.entries
+    is_given = is_set(config, "fault.spike_window")
     if is_given and fault.spike_sigma and fault.spike_window >= steps:
         legal = f"legal: 2 to {steps - 1}" if steps > 2 else "remove fault.spike_sigma"
         why = f"a step is judged after as many good ones, and the run has {steps}; {legal}"
@@ -195,7 +225,7 @@ def long_warmup(config: JobConfig) -> str:
     return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
-def _precisions_agree(config: ConfigView) -> Refusals:
+def _precisions_agree(config: JobConfig) -> Refusals:
     training = config.training
     for name in ("mixed_precision_param", "mixed_precision_reduce"):
         if (training.dtype == "float64") != (getattr(training, name) == "float64"):
@@ -206,12 +236,10 @@ def _precisions_agree(config: ConfigView) -> Refusals:
             yield f"training.{name}", why
 
 
-def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
+def _folders_are_inside_the_dump_folder(config: JobConfig) -> Refusals:
     taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
     for key in _FOLDERS:
-        if key in loaded.invalid:
-            continue
-        path = value_of(loaded.config, key)
+        path = value_of(config, key)
         if key == "checkpoint.folder" and "://" in path:
             continue
         folder = PurePosixPath(path)
@@ -224,11 +252,9 @@ def _folders_are_inside_the_dump_folder(loaded: Loaded) -> Refusals:
         taken[parts] = key
 
 
-def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
-    paths = [(key, value_of(loaded.config, key)) for key in _PATHS]
-    paths += [
-        ("training.mixture", source.dataset_path) for source in loaded.config.training.mixture
-    ]
+def _paths_can_exist(config: JobConfig) -> Refusals:
+    paths = [(key, value_of(config, key)) for key in _PATHS]
+    paths += [("training.mixture", source.dataset_path) for source in config.training.mixture]
     for key, path in paths:
         longest = max(len(name.encode()) for name in path.split("/"))
         if longest > _LONGEST_NAME:
@@ -241,8 +267,7 @@ def _paths_can_exist(config: ConfigView, loaded: Loaded) -> Refusals:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
 
 
-def _cpu_has_what_is_used(loaded: Loaded) -> Refusals:
-    config = loaded.config  # an invalid field has its default here, which needs no GPU
+def _cpu_has_what_is_used(config: JobConfig) -> Refusals:
     if config.job.device != "cpu":
         return
     if config.training.dataloader.pin_memory:
@@ -263,7 +288,7 @@ def _cpu_has_what_is_used(loaded: Loaded) -> Refusals:
         yield "profiling.enable_memory_snapshot", why
 
 
-def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
+def _checkpoints_are_enabled(config: JobConfig) -> Refusals:
     settings, fault = config.checkpoint, config.fault
     if settings.enable and 0 < 60 * fault.stop_after_minutes <= fault.grace_seconds:
         grace = f"{fault.grace_seconds / 60:g} minutes of it (fault.grace_seconds)"
@@ -297,13 +322,13 @@ def _checkpoints_are_enabled(config: ConfigView) -> Refusals:
         )
 
 
-def _states_have_names_of_here(config: ConfigView) -> Refusals:
+def _states_have_names_of_here(config: JobConfig) -> Refusals:
     for name in config.checkpoint.exclude_from_loading:
         if name in STATES:
             yield "checkpoint.exclude_from_loading", f'"{name}" {STATES[name]}'
 
 
-def _stores_are_legal(config: ConfigView) -> Refusals:
+def _stores_are_legal(config: JobConfig) -> Refusals:
     settings = config.checkpoint
     places = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
     places = {name: place for name, place in places.items() if "://" in place}
@@ -318,7 +343,7 @@ def _stores_are_legal(config: ConfigView) -> Refusals:
         yield "checkpoint.initial_load_path", why
 
 
-def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusals:
+def _hugging_face_knows_the_model(config: JobConfig, spec: ModelSpec) -> Refusals:
     settings = config.checkpoint
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(settings, name) and spec.hf is None:
@@ -336,7 +361,7 @@ def _hugging_face_knows_the_model(config: ConfigView, spec: ModelSpec) -> Refusa
         )
 
 
-def _hugging_face_has_the_biases(config: ConfigView, model: Any) -> Refusals:
+def _hugging_face_has_the_biases(config: JobConfig, model: Any) -> Refusals:
     if config.checkpoint.last_save_in_hf and getattr(model, "balance", "") == "bias":
         remedy = (
             'use model.overrides.balance = "sequence" or "none", '
@@ -348,7 +373,7 @@ def _hugging_face_has_the_biases(config: ConfigView, model: Any) -> Refusals:
         )
 
 
-def _traces_fit_between_their_steps(config: ConfigView) -> Refusals:
+def _traces_fit_between_their_steps(config: JobConfig) -> Refusals:
     profiling = config.profiling
     warmup = profiling.profiler_warmup
     active = profiling.profiler_active

@@ -1,5 +1,5 @@
-"""Laws of growth: python benchmarks/scale/table.py [--quick] prints points and the value at 16,384
-ranks, and writes them into benchmarks/scale/laws.json.
+"""Laws of growth: python benchmarks/scale.py [--quick] [--json FILE] prints what grows with the
+ranks.
 
 Each law is measured with the code that a run uses, on synthetic facts of many ranks, in processor
 seconds of one thread. Nothing here knows a network, a GPU or a shared file system.
@@ -7,22 +7,21 @@ seconds of one thread. Nothing here knows a network, a GPU or a shared file syst
 
 from __future__ import annotations
 
+import argparse
 import json
-import pickle
-import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.harness import keep  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest  # noqa: E402
 from titanlite.checkpoint.places import rank_file, spread  # noqa: E402
@@ -36,8 +35,6 @@ from titanlite.fault.decide import Decider, Restarts  # noqa: E402
 from titanlite.fault.status import Beat, Status, dump  # noqa: E402
 from titanlite.launch.workers import POLL_SECONDS  # noqa: E402
 from titanlite.optim.muon import Spread, _plan  # noqa: E402
-from titanlite.train.network import _timed_groups, _timed_pairs, slow_parts  # noqa: E402
-from titanlite.train.rank_facts import Facts  # noqa: E402
 
 RANKS = (64, 512, 4096, 16_384, 98_304)
 A_NODE = 8
@@ -47,35 +44,6 @@ def processor_seconds(action: Callable[[], Any]) -> float:
     began = time.process_time()
     action()
     return time.process_time() - began
-
-
-def network(ranks: int) -> dict[str, float]:
-    """Rank 0's judgment of groups and pairs, from what every rank sends."""
-    bits = (ranks - 1).bit_length()
-    grid = torch.arange(ranks).view(-1, A_NODE)
-    mesh = SimpleNamespace(mesh=grid, shape=grid.shape, mesh_dim_names=("dp_shard", "tp"))
-    sent = (
-        {"dp_shard": (8_000_000, 0.01), "tp": (8_000_000, 0.001)},
-        [(8_000_000, 0.001 + bit / 1e6) for bit in range(bits)],
-    )
-    everyone = [sent] * ranks
-    facts = [
-        Facts(rank, f"{rank // A_NODE}", "", "", "cuda", "", "", "", "", [], "", 0, "", 0.0)
-        for rank in range(ranks)
-    ]
-
-    def judge() -> None:
-        groups = {
-            name: _timed_groups(mesh, name, [seen[name] for seen, _ in everyone])  # type: ignore[arg-type]
-            for name in sent[0]
-        }
-        rounds = [_timed_pairs(bit, [seen[bit] for _, seen in everyone]) for bit in range(bits)]
-        assert not slow_parts(groups, rounds, facts)
-
-    return {
-        "preflight: rank 0 judges the network, s": processor_seconds(judge),
-        "preflight: a rank sends, bytes": len(pickle.dumps(sent)),
-    }
 
 
 def muon(ranks: int) -> dict[str, float]:
@@ -184,11 +152,15 @@ def mixture(ranks: int) -> dict[str, float]:
     return {"data: a mixture of 50 sources, s": processor_seconds(lambda: Mixture((*weights,)))}
 
 
-LAWS = (network, muon, board, replicas, checkpoint, shards, mixture)
+LAWS = (muon, board, replicas, checkpoint, shards, mixture)
 
 
 def main() -> None:
-    sizes = RANKS[:2] if "--quick" in sys.argv else RANKS  # a test runs the short form
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="only the two smallest")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    sizes = RANKS[:2] if arguments.quick else RANKS
     found: dict[str, dict[int, float]] = {}
     for law in LAWS:
         for ranks in sizes:
@@ -199,16 +171,9 @@ def main() -> None:
         for name, points in found.items()
     ]
     print(format_table(rows, ("law", *(f"{ranks:,}" for ranks in sizes)), "<" + ">" * len(sizes)))
-    if sizes != RANKS:
-        return
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    record = {
-        "versions": versions,
-        "ranks": [*RANKS],
-        "laws": {k: [*v.values()] for k, v in found.items()},
-    }
-    path = Path(__file__).with_name("laws.json")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        laws = {name: [*points.values()] for name, points in found.items()}
+        keep(arguments.json, {"ranks": [*sizes], "laws": laws})
 
 
 if __name__ == "__main__":
