@@ -131,9 +131,7 @@ def test_a_killed_run_resumes_and_writes_the_same_bytes(library, assets, tmp_pat
     assert not staging.exists()
 
 
-def test_what_an_earlier_try_left_is_continued_without_drafts_or_if_of_other_data_discarded(
-    tmp_path,
-):
+def test_what_an_earlier_try_left_is_continued_or_if_of_other_data_discarded(tmp_path):
     notices: list[str] = []
 
     def left(identity: str) -> set[str]:
@@ -143,7 +141,6 @@ def test_what_an_earlier_try_left_is_continued_without_drafts_or_if_of_other_dat
 
     staging = tmp_path / ".out.preparing"
     left("these")
-    (staging / "shard-000000.draft-elsewhere-1").touch()
     (staging / "shard-000001.bin").touch()
     assert left("these") == {".plan.json", "shard-000001.bin"} and not notices
     assert left("others") == {".plan.json"}

@@ -66,7 +66,9 @@ class Documents:
         """A line about the files that are skipped, or an empty string."""
         if not self.skipped:
             return ""
-        names = ", ".join(self.skipped[:3]) + ", …" * (len(self.skipped) > 3)
+        names = ", ".join(self.skipped[:3])
+        if len(self.skipped) > 3:
+            names += ", …"
         rule = (
             f"only {', '.join(SUFFIXES)} files are read, no links to folders, "
             "and no folders without permission"
@@ -74,11 +76,9 @@ class Documents:
         return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
 
     def fingerprint(self, tokenizer: str) -> str:
-        """Hash the files' names and sizes and the tokenizer's fingerprint."""
+        """Hash the files' names and sizes, the text's field and the tokenizer's fingerprint."""
         sizes = [f"{n}:{s}" for n, s in zip(self.names, self.sizes, strict=True)]
-        if self.text_key != "text":
-            sizes.append(self.text_key)
-        return fingerprint("\n".join([tokenizer, *sizes]))
+        return fingerprint("\n".join([tokenizer, self.text_key, *sizes]))
 
     def state(self) -> str:
         """Hash the folder and the files' names, sizes and modification times: the key of the local
@@ -107,33 +107,30 @@ def standard_library(held_out: bool) -> Documents:
     )
 
 
-def text_files(origin: str, path: str, value: str | None = None) -> Documents:
-    """Find a text file, or all below a folder.
-
-    `origin` is the config key, with its value, or the argument to name in an error.
-    """
+def text_files(key: str, path: str) -> Documents:
+    """Find a text file, or all below a folder; `key` is what to name in an error."""
     root = Path(path)
     if "://" in path:
-        raise UserError(COPY_FIRST, origin, value)
+        raise UserError(COPY_FIRST, key, path)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
-            raise UserError(f"the file is not one of {', '.join(SUFFIXES)}", origin, value)
+            raise UserError(f"the file is not one of {', '.join(SUFFIXES)}", key, path)
         if not root.stat().st_size:
-            raise UserError("the file is empty (0 bytes)", origin, value)
+            raise UserError("the file is empty (0 bytes)", key, path)
         documents = _sorted_documents(root.parent, [root])
     elif root.is_dir():
         if _is_closed(root):
-            raise UserError("no permission to read this folder", origin, value)
+            raise UserError("no permission to read this folder", key, path)
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         names = {p.relative_to(root).as_posix() for p in found}
         read, skipped = _chosen(names, {name for name in names if (root / name).is_file()})
         documents = _sorted_documents(root, [root / name for name in read])
         documents = replace(documents, skipped=tuple(skipped))
     else:
-        raise UserError("there is no such folder or file", origin, value)
+        raise UserError("there is no such folder or file", key, path)
     if not sum(documents.sizes):
         why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
-        raise UserError(why, origin, value)
+        raise UserError(why, key, path)
     return documents
 
 

@@ -36,14 +36,16 @@ from titanlite.data.shards import (
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
-from titanlite.runtime import lock, store
+from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import cores
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
 
 T = TypeVar("T")
-UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 16 << 20, 4 << 30, 1024
+UNIT_BYTES = 16 << 20
+MOST_UNIT_BYTES = 4 << 30
+UNITS = 1024
 """Text of a shard: a share of all of it, within bounds, since each shard costs a look at a
 start.
 """
@@ -171,9 +173,6 @@ def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
         store.delete(staging)
     staging.mkdir(parents=True, exist_ok=True)
     plan_file.write_text(plan)
-    if lock.works_on(plan_file):  # so the caller holds one: drafts are of a run that was killed
-        for draft in staging.glob("*.draft-*"):
-            draft.unlink(missing_ok=True)
     return staging
 
 

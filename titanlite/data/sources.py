@@ -34,9 +34,9 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
     if name == "text":
-        return replace(text_files(f"{key}.dataset_path", path, path), text_key=text_key)
+        return replace(text_files(f"{key}.dataset_path", path), text_key=text_key)
     if name == "chat":
-        chats = text_files(f"{key}.dataset_path", path, path)
+        chats = text_files(f"{key}.dataset_path", path)
         others = [name for name in chats.names if not name.endswith((".jsonl", ".jsonl.gz"))]
         if others:
             why = f"{others[0]} holds no chats: they are lines of .jsonl or .jsonl.gz files"
@@ -101,7 +101,9 @@ class ByteSource:
     """
 
     def __init__(self, documents: Documents, tokenizer: ByteTokenizer) -> None:
-        self._documents, self.end, self.folder = documents, tokenizer.end, documents.root
+        self._documents = documents
+        self.end = tokenizer.end
+        self.folder = documents.root
         self._stops = list(itertools.accumulate(size + 1 for size in documents.sizes))
         self.tokens = self._stops[-1]
         self.fingerprint = f"{documents.fingerprint(tokenizer.fingerprint)}+{self._hash_content()}"

@@ -65,7 +65,7 @@ def _prepare(arguments: Namespace) -> int:
     load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
     key = arguments.text_key
     documents = {
-        source: replace(text_files("SRC", source, source), text_key=key) for source in arguments.src
+        source: replace(text_files("SRC", source), text_key=key) for source in arguments.src
     }
     _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
