@@ -133,7 +133,6 @@ def _rehearsing(
         patch.object(torch, "compile", compile_without_code),
         patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
         patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
-        patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
     ):
         yield
 

@@ -44,10 +44,9 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
-from titanlite.train.bad_steps import Spike
 from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
-from titanlite.train.guard import StepGuard
+from titanlite.train.guard import Spike, StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
