@@ -40,8 +40,6 @@ class Facts:
     host: str
     config: str
     """Without the paths that may differ between nodes."""
-    order: str
-    """Of the pipeline: each rank read the CSV itself."""
     device: str
     gpu: str
     software: str
@@ -71,7 +69,6 @@ class Facts:
 
 MUST_BE_EQUAL = {
     "the config": "config",
-    "the order of the pipeline": "order",
     "the kind of device": "device",
     "the software": "software",
     "the code's revision": "commit",
@@ -108,7 +105,6 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
             to_toml(job.given),
             flags=re.MULTILINE,
         ),
-        str(job.stages),
         device.type,
         gpu,
         software,

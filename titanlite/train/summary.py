@@ -17,7 +17,6 @@ from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.pipeline_parallel import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
@@ -50,7 +49,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         "model": _describe_model(trainer),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
-        **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
+        **({"pipeline": headline(job.stages)} if job.layout.pp > 1 else {}),
         "batch": _describe_batch(trainer),
         "data": _describe_data(trainer),
         **({"validation": _describe_validation(trainer)} if config.validation.enable else {}),

@@ -323,9 +323,9 @@ def documents_cut(documents, batch):
 @fault("parallel.pipeline_parallel.build_schedule", "pp2")
 def microbatch_averaged(build, *call):
     """gradients are divided by the number of micro-batches"""
-    schedule, numbers = build(*call)
+    schedule = build(*call)
     schedule.scale_grads = True
-    return schedule, numbers
+    return schedule
 
 
 @fault("train.step.clip_grad_norm", "pp2")
