@@ -47,7 +47,8 @@ class RotaryAttention(nn.Module):
         heads = (-1, self.head_dim)
         q, k, v = (project(x).unflatten(-1, heads) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         # Transposed last: before, the norms and both backward passes would copy.
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, turns), rotate(k, turns), v))
         values = self.core(q, k, v, mask)

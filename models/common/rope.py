@@ -17,7 +17,9 @@ class Rope(nn.Module):
         self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
         turns = torch.empty(positions, 1, head_dim // 2, 2, dtype=torch.float32)
         self.register_buffer("turns", turns, persistent=False)
         self.reset_buffers()
@@ -26,7 +28,8 @@ class Rope(nn.Module):
         """Fill the table, computing in float64 so that every device has the same float32 values."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.turns.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
-        if s := self.scaling:
+        s = self.scaling
+        if s:
             turns = frequencies * s.original_positions / (2 * math.pi)
             blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(
                 0, 1
@@ -45,9 +48,11 @@ class Rope(nn.Module):
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Rotate each adjacent pair of (batch, tokens, heads, head_dim), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    pairs, turns = wide.unflatten(-1, (-1, 2)), turns.to(wide.dtype)
+    pairs = wide.unflatten(-1, (-1, 2))
+    turns = turns.to(wide.dtype)
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
-        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        a, b = pairs.unbind(-1)
+        cos, sin = turns.unbind(-1)
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))

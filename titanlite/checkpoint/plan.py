@@ -53,7 +53,8 @@ class Planner(dcp.SavePlanner):
     def _planned(self, places: dict[str, Tensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
         for name, region in regions.items():
-            if (found := box_of(self.tensors[name])) != region:
+            found = box_of(self.tensors[name])
+            if found != region:
                 raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
         items = [_item(name, places[name], region) for name, region in regions.items()]
         return dcp.SavePlan(items, storage_data=header(places, regions))
@@ -65,7 +66,8 @@ class Planner(dcp.SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        name, planned = write_item.index.fqn, write_item.tensor_data
+        name = write_item.index.fqn
+        planned = write_item.tensor_data
         value = self.lookup(name)
         assert planned
         if (value.dtype, value.shape) != (planned.properties.dtype, planned.chunk.sizes):
@@ -87,7 +89,8 @@ def chunk_of(region: Box) -> ChunkStorageMetadata:
 
 
 def _item(name: str, tensor: Tensor, region: Box) -> WriteItem:
-    chunk, properties = chunk_of(region), TensorProperties(dtype=getattr(torch, tensor.dtype))
+    chunk = chunk_of(region)
+    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
     data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 

@@ -51,7 +51,8 @@ class Balance:
         if self.routers:
             own = self._load_of_stage()
         pp = self.context.mesh.pp
-        stages = gather_objects(own, pp.get_group() if pp else None)
+        pipeline_ranks = pp.get_group() if pp else None
+        stages = gather_objects(own, pipeline_ranks)
         worsts, idle, losses = zip(*stages, strict=True)
         return {
             "expert_load_max": max(worsts),

@@ -51,11 +51,13 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     # data for each (pp, tp), loss for each tp, stage for each pp.
     ranks = torch.arange(layout.world, device="cpu").view(layout.degrees)
     stage = views.group("stage", ranks.flatten(1))
-    shard = "dp_shard"
-    world = views.mesh(DIMENSIONS, layout.degrees, shard if layout.cp == 1 else "")
-    sharding = world
-    if layout.cp > 1:  # a second view of the same ranks: dp_shard x cp is one dimension
+    if layout.cp == 1:
+        shard = "dp_shard"
+        world = views.mesh(DIMENSIONS, layout.degrees, shard)
+        sharding = world
+    else:  # a second view of the same ranks: dp_shard x cp is one dimension
         shard = "dp_shard_cp"
+        world = views.mesh(DIMENSIONS, layout.degrees, "")
         degrees = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
         sharding = views.mesh(("pp", "dp_replicate", shard, "tp"), degrees, shard)
     fsdp = submesh(sharding, "dp_replicate", shard)

@@ -133,8 +133,9 @@ class Trainer:
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
         report = _build_report(context, model, data, rank_info, log)  # of the model as it is
-        is_filled = resume.continues and not resume.exclude
-        parts, notes = build_parts(model, context, None if is_filled else seed)
+        is_filled = resume.continues and not resume.exclude  # by the checkpoint
+        initial_seed = None if is_filled else seed
+        parts, notes = build_parts(model, context, initial_seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
         runner = _build_step_runner(context, parts, seed, rank_info.rank)
@@ -199,7 +200,8 @@ class Trainer:
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""
         settings = self.job.config.training.dataloader
-        data, rank_slice = self.data.training, self.data.rank_slice
+        data = self.data.training
+        rank_slice = self.data.rank_slice
         loader = build_loader(data, rank_slice, self.consumed, None, settings)
         if isinstance(loader, StreamLoader) and self.consumed and self.resume.streams:
             loader.load_state_dict(self.resume.stream_state(rank_slice.coordinate))
@@ -476,9 +478,11 @@ def _build_step_runner(
 def _restore(checkpoints: CheckpointFolder, resume: Resume, runner: StepRunner) -> TrainingState:
     """Load the checkpoint that the run starts from, if any."""
     context = runner.context
-    parts, optimizer = runner.model.parts, runner.optimizer
+    parts = runner.model.parts
+    optimizer = runner.optimizer
     pp = context.mesh.pp
-    state = TrainingState(parts, optimizer, context.table, pp.get_group() if pp else None)
+    stages = pp.get_group() if pp else None
+    state = TrainingState(parts, optimizer, context.table, stages)
     source.restore(checkpoints, resume, state)
     checkpoints.check_space(state)
     if resume.folder:
