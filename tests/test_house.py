@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 26_000, "rings 1 and 2": 57_000, "titanlite": 237_000, "tests": 227_000}
+MAX_TOKENS = {"ring 1": 28_000, "rings 1 and 2": 57_000, "titanlite": 237_000, "tests": 227_000}
 """Tokens of scripts/count.py, with room: what is larger than it was meant to be. The checkpoints of
 TorchTitan came before the features that are to go.
 """

@@ -38,7 +38,7 @@ from titanlite.checkpoint.manifest import (
     point_latest,
     step_folder,
 )
-from titanlite.checkpoint.places import Tensor, rank_file
+from titanlite.checkpoint.places import StoredTensor, rank_file
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import let_go
 from titanlite.runtime import store
@@ -182,7 +182,7 @@ class Writer(Alone, dcp.StorageWriter):
         done.set_result([])
         return done
 
-    def _publish(self, staging: Path, tensors: dict[str, Tensor], rows: list[Any]) -> None:
+    def _publish(self, staging: Path, tensors: dict[str, StoredTensor], rows: list[Any]) -> None:
         content = self._content
         files: dict[str, File] = {}
         payloads = []

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from titanlite.checkpoint.places import Tensor
+from titanlite.checkpoint.places import StoredTensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
@@ -73,7 +73,7 @@ class Manifest:
     weights_only: bool
     """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, StoredTensor]
     format: int = FORMAT
     attempt: str = ""
     """The folder next to the manifest that has the files, where a run saves into a bucket."""

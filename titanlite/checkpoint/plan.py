@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.layouts import agree, describe_all
-from titanlite.checkpoint.places import Tensor, header, sizes_of, written_by
+from titanlite.checkpoint.places import StoredTensor, header, sizes_of, written_by
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.distributed import rank_in
@@ -31,7 +31,7 @@ class Planner(dcp.SavePlanner):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """This rank's, by names with dots; a save may bring copies of those of the first one."""
-        self.places: dict[str, Tensor] = {}
+        self.places: dict[str, StoredTensor] = {}
         """Of the tensors of all ranks."""
         self._group = group
         self._plan = dcp.SavePlan([])
@@ -50,7 +50,7 @@ class Planner(dcp.SavePlanner):
             self.places = places
         return self._plan
 
-    def _planned(self, places: dict[str, Tensor]) -> dcp.SavePlan:
+    def _planned(self, places: dict[str, StoredTensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
         for name, region in regions.items():
             found = box_of(self.tensors[name])
@@ -88,7 +88,7 @@ def chunk_of(region: Box) -> ChunkStorageMetadata:
     )
 
 
-def _item(name: str, tensor: Tensor, region: Box) -> WriteItem:
+def _item(name: str, tensor: StoredTensor, region: Box) -> WriteItem:
     chunk = chunk_of(region)
     properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
     data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))

@@ -11,7 +11,7 @@ from titanlite.parallel.expert_parallel import routers
 from titanlite.runtime.distributed import gather_objects
 
 
-class Balance:
+class ExpertLoad:
     """The routers of this rank's parts."""
 
     def __init__(self, parts: Sequence[nn.Module], context: Context) -> None:

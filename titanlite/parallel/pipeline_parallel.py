@@ -48,7 +48,7 @@ In training also from `runs_again`, as train/loss.py says.
 """
 
 
-def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
+def cut(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
     """Return a copy of the model on the meta device for each stage, with the modules of the stage.
 
     Modules without parameters, such as rotary tables, are in every stage.
@@ -279,7 +279,7 @@ class Pipeline:
 
 def _width(job: Job) -> int:
     """Return the size of a hidden state, found by running the embeddings on the meta device."""
-    whole, _ = build_meta_model(job.spec, job.model)
-    (embeddings,) = split(whole, job.spec, [job.spec.before])
+    whole, _ = build_meta_model(job.spec, job.model_config)
+    (embeddings,) = cut(whole, job.spec, [job.spec.before])
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     return embeddings(token, token).size(-1)

@@ -50,7 +50,7 @@ from titanlite.train.guard import Spike, StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
-from titanlite.train.rank_facts import Facts, compare, facts_of
+from titanlite.train.rank_facts import RankFacts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Cost, validation_loss
@@ -69,7 +69,7 @@ class RunData:
     """The data of validation if enabled, and what loads it."""
     validation_loader: Loader | None
 
-    def add_to(self, facts: Facts) -> Facts:
+    def add_to(self, facts: RankFacts) -> RankFacts:
         """Return a rank's facts with the fingerprints of its data."""
         if self.held_out is not None:
             facts = replace(facts, validation=self.held_out.fingerprint)
@@ -381,7 +381,7 @@ class Trainer:
 
 def _connect(
     job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
-) -> tuple[Mesh, Facts]:
+) -> tuple[Mesh, RankFacts]:
     """Return the mesh, whose groups connect all that follows, and the facts of this rank."""
     if job.config.debug.deterministic:  # before the first operation
         use_deterministic_algorithms()

@@ -122,7 +122,7 @@ def export_step(
     """Write a run's weights as they are now, next to its checkpoints."""
     target = export_folder(folder.root, step)
     assert folder.group is not None
-    translation = Translation(folder.job.spec, folder.job.model)
+    translation = Translation(folder.job.spec, folder.job.model_config)
     # Buffers are refused whatever their values: ranks would have to agree on them.
     translation.refuse([*translation.buffers])
     dtype = getattr(torch, folder.settings.export_dtype)
