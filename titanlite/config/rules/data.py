@@ -27,13 +27,13 @@ def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | Non
     one.
     """
     local, total = config.training.local_batch_size, config.training.global_batch_size
-    unit = local * layout.batch
+    unit = local * layout.data_parallel
     if total == -1 or total % unit == 0:
-        return Batch(local, layout.batch, max(1, total // unit))
+        return Batch(local, layout.data_parallel, max(1, total // unit))
     below, above = total // unit * unit, (total // unit + 1) * unit
     why = (
         f"must be a multiple of local_batch_size {local} x "
-        f"data-parallel degree {layout.batch} = {unit}"
+        f"data-parallel degree {layout.data_parallel} = {unit}"
     )
     refuse(
         "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
