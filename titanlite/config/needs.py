@@ -68,8 +68,7 @@ def _gathers_by_group(config: JobConfig) -> bool:
     settings = config.parallelism
     if settings.pipeline_parallel_degree == 1:
         return True
-    by_csv = bool(settings.pipeline_parallel_schedule_csv)
-    return settings.pipeline_parallel_schedule in SINGLE and not by_csv
+    return settings.pipeline_parallel_schedule in SINGLE
 
 
 def _reshards(config: JobConfig) -> bool:
