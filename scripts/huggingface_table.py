@@ -68,7 +68,8 @@ def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, to
     """Train on this rank of the pool; return the weights."""
     rank, world = dist.get_rank(), dist.get_world_size()
     job = job_of(kind, overrides, argv, world)
-    run = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("no"))
+    rank_info = RankInfo(rank, world, rank, "")
+    run = Trainer.start(job, rank_info, torch.device("cpu"), logging.Logger("no"))
     run.train()
     weights = {}
     for name, parameter in run.parts[0].named_parameters():

@@ -242,7 +242,8 @@ def exported(argv: list[str], folder: str, dtype: str) -> None:
     run = trainer(argv, folder)
     translation, target = Translation(run.job.spec, run.job.model), Path(folder) / "out"
     kind = getattr(torch, dtype)
-    export_live(target, translation, run.state, kind, run.tokenizer, everyone(), file_bytes=3000)
+    tokenizer = run.data.tokenizer
+    export_live(target, translation, run.state, kind, tokenizer, everyone(), file_bytes=3000)
 
 
 def counted_gathers(*arguments: Any) -> list[str]:

@@ -127,7 +127,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "config/test_moot.py": "training.dataloader.pin_memory profiling.enable_memory_snapshot "
     "profiling.save_memory_snapshot_folder",
     "config/test_pipeline.py": "parallelism.pipeline_parallel_degree "
-    "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
+    "parallelism.pipeline_parallel_schedule "
     "parallelism.pipeline_parallel_microbatch_size parallelism.pipeline_parallel_layers_per_stage "
     "parallelism.pipeline_parallel_first_stage_less_layers "
     "parallelism.pipeline_parallel_last_stage_less_layers "

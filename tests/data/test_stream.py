@@ -223,7 +223,7 @@ def test_ranks_with_unequal_streams_stop_together(pool, uneven, tmp_path):
 def validate_twice(argv: list[str], folder: str) -> tuple[float, float, float]:
     """Return the losses of two validations, and the loss over all readers' windows by hand."""
     run = trainer(argv, folder)
-    data = run.validation_loader._stream
+    data = run.data.validation_loader._stream
     losses = [validated(run) for _ in range(2)]
     windows = [window for number in range(2) for window in Reader(data, 0, number, 2, 1)]
     rows = torch.stack([torch.as_tensor(window) for window in windows])

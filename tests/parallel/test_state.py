@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,8 +36,7 @@ from tests.parallel.rows import (
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
-from titanlite.train.prepared import Prepared
-from titanlite.train.trainer import Trainer
+from titanlite.parallel.parallelize import build_parts
 
 SAVES = SAVING[len(TINY) :]
 NARROW = "--optimizer.state_dtype=bfloat16"
@@ -85,17 +85,21 @@ def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, model, layou
     assert save_and_load_everywhere(pool, tmp_path, layouts, model) == []
 
 
-class DropoutInBlocks(Trainer):
-    def _build_model(self, prepared: Prepared) -> None:
-        super()._build_model(prepared)
-        for part in self.parts:
-            part.dropout = torch.nn.Identity()
-
-
-def log_of_a_start(argv: list[str], folder: str, kind: type[Trainer] = Trainer) -> list[str]:
+def log_of_a_start(argv: list[str], folder: str) -> list[str]:
     log, lines = keeping_log()
-    trainer(argv, folder, log, kind)
+    trainer(argv, folder, log)
     return lines
+
+
+def log_of_a_start_with_dropout_in_blocks(argv: list[str], folder: str) -> list[str]:
+    def build(*arguments: Any) -> Any:
+        parts, notes = build_parts(*arguments)
+        for part in parts:
+            part.dropout = torch.nn.Identity()
+        return parts, notes
+
+    with patch("titanlite.train.trainer.build_parts", build):
+        return log_of_a_start(argv, folder)
 
 
 @pytest.mark.long
@@ -106,7 +110,8 @@ def test_a_change_of_dropout_masks_in_later_stages_is_in_the_log_of_all_ranks(po
     argv.append(FOUR_SAMPLES)
     pool.run(run_until, [*argv, "--training.steps=1"], str(tmp_path), world=2)
     changed = [*argv, "--training.steps=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
-    for lines in pool.run(log_of_a_start, changed, str(tmp_path), DropoutInBlocks, world=2):
+    start = log_of_a_start_with_dropout_in_blocks
+    for lines in pool.run(start, changed, str(tmp_path), world=2):
         assert any(line.startswith("dropout masks") for line in lines)
 
 

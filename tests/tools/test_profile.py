@@ -90,27 +90,6 @@ def test_on_a_cpu_an_operation_counts_its_own_time(tmp_path):
     assert microseconds(read(trace(tmp_path / "cpu.json", events))) == expected
 
 
-def test_on_a_cpu_waiting_for_what_other_ranks_send_is_communication(tmp_path):
-    events = """
-        1   0 1000 user_annotation  ProfilerStep#7
-        1 100   10 cpu_op           c10d::send
-        1 105  300 user_annotation  gloo:send -- ends while the main thread computes
-        1 150  300 cpu_op           aten::mm
-        1 500   10 cpu_op           c10d::recv_
-        1 505  195 user_annotation  gloo:recv -- waited for until 700
-        1 720   80 cpu_op           aten::mm
-        1 800   10 cpu_op           c10d::alltoall_base_
-        2 805   95 user_annotation  gloo:all_to_all -- in its thread, waited for until 900
-        1 920   30 cpu_op           aten::mm
-    """
-    matmul, communication = 300 + 80 + 30, 10 + 200 + 100
-    assert microseconds(read(trace(tmp_path / "pipeline.json", events))) == {
-        MATMUL: matmul,
-        COMMUNICATION: communication,
-        HOST: 1000 - matmul - communication,
-    }
-
-
 def test_a_trace_without_steps_or_kernels_is_refused(tmp_path):
     with refused("empty.json", "no steps"):
         read(trace(tmp_path / "empty.json", "1 0 1 cpu_op aten::mm"))

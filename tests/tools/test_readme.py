@@ -104,7 +104,7 @@ $ titanlite top outputs
 $ titanlite report outputs
 = wrote outputs/report.html
 $ titanlite plot outputs
-= outputs +24 .*\nwrote outputs/curves.html
+= outputs +24 (.*\n)+loss\noutputs  
 $ titanlite doctor
 = \nnetwork    all-reduce over dp_shard 2:
 $ titanlite profile

@@ -46,14 +46,14 @@ class Table:
         return "\n".join(lines)
 
 
-def write_html(path: Path, title: str, body: str, option: str = "--html") -> None:
-    """Write a page whose body is HTML already; an error names the option that gave the path."""
+def write_html(path: Path, title: str, body: str) -> None:
+    """Write a page whose body is HTML already."""
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     text = template.substitute(title=escape(title), body=body)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{option} {path} can't be written: {error.strerror}") from error
+        raise UserError(f"--html {path} can't be written: {error.strerror}") from error
 
 
 def html_table(table: Table, picture: str = "") -> str:

@@ -3,9 +3,7 @@ step.
 
 On a GPU the device's timeline is divided: computation, communication while nothing is computed, and
 gaps while the device is idle. On a CPU the main thread's is: each operation's own time without that
-of the operations it calls, including the wait for a collective. gloo records no wait, but when each
-send, receive or collective ended: where that is between two operations of the main thread, it had
-waited since the first of them."""
+of the operations it calls. gloo records no wait: what a rank waits for is in the gaps."""
 
 import json
 import math
@@ -32,7 +30,7 @@ _ON_DEVICE = {
 }
 """The same for kernels: the profiler gives each to the innermost name around its launch alone."""
 _OPERATIONS = (
-    (re.compile(r"c10d::|_c10d_functional::|gloo:|nccl"), COMMUNICATION),
+    (re.compile(r"c10d::|_c10d_functional::|nccl"), COMMUNICATION),
     (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
     (re.compile(r"flash|fmha|sdpa|cudnn::fusion|attention", re.IGNORECASE), ATTENTION),
     (
@@ -89,35 +87,22 @@ def read(path: Path) -> Breakdown:
 def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, float]:
     """Return the own time of the operations in the thread that runs the steps, by kind."""
     (thread,) = {event["tid"] for event in _named(events, r"ProfilerStep#\d+")}
-    # Of any thread; those of sends and receives are in the main one, where they are no calls.
-    ends = [
-        event | {"ts": event["ts"] + event["dur"], "dur": 0}
-        for event in _named(events, r"gloo:\w+")
-    ]
-    calls = [
-        event
-        for event in events
-        if event["tid"] == thread and not event["name"].startswith("gloo:")
-    ]
+    calls = []
+    for event in events:
+        is_call = not event["name"].startswith("gloo:")  # from start to end of a transfer
+        if event["tid"] == thread and is_call and _inside(event, steps):
+            calls.append(event)
     kinds = dict.fromkeys(KINDS, 0.0)
     # The calls that have not returned: end and kind.
     callers: list[tuple[float, str]] = [(math.inf, HOST)]
-    idle_since = 0.0
-    inside = [event for event in [*calls, *ends] if _inside(event, steps)]
-    for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):
+    for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
         start, end = _span(event)
-        if event["name"].startswith("gloo:"):
-            kinds[COMMUNICATION] += max(0.0, end - idle_since)
-            idle_since = max(idle_since, end)
-            continue
         while callers[-1][0] <= start:
             callers.pop()
         caller_end, caller = callers[-1]
         kind = _kind(event["name"], caller)
         kinds[kind] += end - start
         kinds[caller] -= min(end, caller_end) - start
-        if kind != HOST or len(callers) == 1:  # the outermost calls are the steps
-            idle_since = max(idle_since, start if kind == HOST else end)
         callers.append((end, kind))
     return kinds
 

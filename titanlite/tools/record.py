@@ -18,80 +18,88 @@ from titanlite.errors import UserError, print_notice
 from titanlite.observe.events import DONE, read_events
 from titanlite.observe.run_folder import METRICS
 
-FIELDS = {
-    "loss": "step tokens step_seconds loss grad_norm lr tps memory_gib eta_seconds".split(),
-    "validation_loss": ["step", "validation_loss"],
-    "checkpoint_write_seconds": ["step", "checkpoint_blocked_seconds", "checkpoint_write_seconds"],
-    "skipped": ["step", "skipped"],
-}
-"""Those of a record, by the one that only such a record has."""
-TITLES = {
-    "loss": "Training loss",
-    "validation_loss": "Validation loss",
-    "grad_norm": "Gradient norm before clipping",
-    "lr": "Learning rate",
-    "tps": "Tokens per second per device",
-}
-NOT_ALWAYS = {"memory_gib": None, "eta_seconds": None}
-"""Fields that records of earlier versions lack."""
-BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " _.,-=+*#"
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII = " _.,-=+*#"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One metrics.jsonl as arrays with named fields: its logged steps, validations, saves and bad
-    steps.
-    """
+    """A run as its files show it."""
 
     name: str
     folder: Path
-    logged: np.ndarray
-    validated: np.ndarray
-    saved: np.ndarray
-    bad: np.ndarray
+    records: list[dict[str, float]]
+    """The lines of metrics.jsonl, each with "step"; what is not finite is nan."""
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
         """Its starts, restarts and stops."""
         return read_events(self.folder)
 
+    def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps that recorded a metric, and its values."""
+        by_step = {record["step"]: record[key] for record in self.records if key in record}
+        steps = sorted(by_step)
+        return np.array(steps, int), np.array([by_step[step] for step in steps], float)
+
     def values(self, key: str) -> np.ndarray:
-        return (self.validated if key == "validation_loss" else self.logged)[key]
+        return self.column(key)[1]
+
+    def last(self, key: str) -> float:
+        """Return the last value of a metric; nan if there is none."""
+        values = self.values(key)
+        return values[-1] if len(values) else np.nan
+
+    @property
+    def steps(self) -> list[int]:
+        """The logged steps."""
+        return self.column("loss")[0].tolist()
 
     def curve(self, key: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the x and y values of a curve. Hours are spent in steps: without saves and
-        validation.
-        """
-        steps = self.logged["step"]
-        seconds = np.cumsum(self.logged["step_seconds"] * np.diff(steps, prepend=steps[0] - 1))
-        x = {"steps": steps, "tokens": self.logged["tokens"], "hours": seconds / 3600}[x_axis]
-        if key != "validation_loss":
-            return x, self.values(key)
+        """Return the x and y values of a curve over "steps" or "tokens"."""
+        steps, y = self.column(key)
+        if x_axis == "steps":
+            return steps, y
         # A validation may lie between two logged steps, or after the last one of a run that is
         # still training.
-        known_steps, known_x = ([0.0, *values, 2 * values[-1]] for values in (steps, x))
-        return np.interp(self.validated["step"], known_steps, known_x), self.values(key)
+        logged, tokens = self.column("tokens")
+        known_steps = [0.0, *logged, 2 * logged[-1]]
+        known_tokens = [0.0, *tokens, 2 * tokens[-1]]
+        return np.interp(steps, known_steps, known_tokens), y
 
     def events(self) -> list[tuple[str, str]]:
         """Return what the run needed, saved and suffered: names and texts."""
         logs = self.folder / "logs"
         restarts = sum(event["event"] == "restart" for event in self.history)
-        memory = np.fmax.reduce(self.logged["memory_gib"], initial=0)
-        saves = f"{len(self.saved)}"
-        for save in self.saved[-1:]:
-            saves += "; step {0:.0f} in {2:.2f} s, {1:.2f} s of waiting".format(*save)
-        on_cpu = '"device": "cpu"' in text_of(self.folder / ENVIRONMENT)
-        whole = " (the whole process, with Python and torch)" if on_cpu else ""
-        measured = f"{memory:.2f} GiB measured{whole}" if memory else "not measured yet"
-        ending = self.stop.get("why", "")
-        return [
-            ("memory", measured),
-            ("saves", saves),
+        rows = [
+            ("memory", self._memory()),
+            ("saves", self._saves()),
             ("restarts", f"{restarts} since the first start"),
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
-            ("bad steps", f"{len(self.bad)}"),
-            *[("end", ending)][: bool(ending)],
+            ("bad steps", f"{len(self.values('skipped'))}"),
         ]
+        if why := self.stop.get("why"):
+            rows.append(("end", why))
+        return rows
+
+    def _memory(self) -> str:
+        """Return the measured memory."""
+        memory = np.fmax.reduce(self.values("memory_gib"), initial=0)
+        if not memory:
+            return "not measured yet"
+        measured = f"{memory:.2f} GiB measured"
+        if '"device": "cpu"' in text_of(self.folder / ENVIRONMENT):
+            measured += " (the whole process, with Python and torch)"
+        return measured
+
+    def _saves(self) -> str:
+        """Return the number of saves and the cost of the last."""
+        steps, seconds = self.column("checkpoint_write_seconds")
+        if not len(steps):
+            return "0"
+        waiting = self.last("checkpoint_blocked_seconds")
+        last = f"step {steps[-1]} in {seconds[-1]:.2f} s, {waiting:.2f} s of waiting"
+        return f"{len(steps)}; {last}"
 
     @property
     def stop(self) -> dict[str, Any]:
@@ -120,25 +128,24 @@ def read_run(dump: Path) -> Run:
         raise UserError(
             f"{file} does not exist; give the dump folder of a run (job.dump_folder){hint}"
         )
-    rows = {key: {} for key in FIELDS}
-    lines = text_of(file).rstrip().split("\n")
+    records = []
+    lines = text_of(file).splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            record = NOT_ALWAYS | json.loads(line or "{}")
-            for key, fields in FIELDS.items():
-                if key in record:
-                    row = tuple(np.float64(record[field]) for field in fields)  # null is nan
-                    rows[key][int(record["step"])] = row
-        except (ValueError, KeyError, TypeError) as error:
+            records.append(_numbers(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(lines) or not isinstance(error, json.JSONDecodeError):
-                reason = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise UserError(
-                    f"line {number} of {file} is not a metrics record: {reason}"
+                    f"line {number} of {file} is not a metrics record: {error!r}"
                 ) from error
             print_notice(f"line {number} of {file} is incomplete and skipped")
-    tables = [[row for _, row in sorted(rows[key].items())] for key in FIELDS]
-    types = ([(field, float) for field in fields] for fields in FIELDS.values())
-    return Run(str(dump), file.parent, *map(np.array, tables, types))
+    return Run(str(dump), file.parent, records)
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Return a record of metrics.jsonl, null as nan; raise if it is none."""
+    numbers = {key: np.nan if value is None else float(value) for key, value in record.items()}
+    return numbers | {"step": int(record["step"])}
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -147,7 +154,8 @@ def smooth(y: np.ndarray) -> np.ndarray:
     At the start, where curves are steep, the window shrinks; at the end it is cut.
     """
     most = max(2, len(y) // 60) if len(y) >= 60 else 0
-    valid, means = np.isfinite(y), np.full(len(y), np.nan)
+    valid = np.isfinite(y)
+    means = np.full(len(y), np.nan)
     for place in np.flatnonzero(valid):
         half = min(most, place)
         window = slice(place - half, place + half + 1)

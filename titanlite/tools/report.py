@@ -1,5 +1,6 @@
 """`titanlite report`: a run as one page, as its files show it."""
 
+import io
 import json
 import re
 import time
@@ -22,6 +23,9 @@ from titanlite.tools.top import ABOUT, places, state_of
 
 FACTS = "model data batch device mesh titanlite".split()
 """Lines of a start that the page has too."""
+THEME = {"#000000": "var(--ink)", "#808080": "var(--soft)", "#e8eaed": "var(--line)"}
+"""The colors of plot.mplstyle, and those that the page has instead, which follow its reader's
+theme."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Write the page of a run."""
     from titanlite.planner.page import draw_mesh
-    from titanlite.tools.plot import pictures, progress, read_runs
+    from titanlite.tools.plot import progress, read_runs
 
     (record,) = read_runs([arguments.dump])
     folder = record.folder
@@ -45,7 +49,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     ranks = places(folder / "logs" / RANKS, live=False)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), config)
-    validated = [(f"{step:.0f}", f"{loss:.5f}") for step, loss in record.validated]
+    steps, losses = record.column("validation_loss")
+    validated = [(f"{step}", f"{loss:.5f}") for step, loss in zip(steps, losses, strict=True)]
     tables = [
         *[starts(record.history)][: len(record.history)],  # none where nothing was recorded
         ranks,
@@ -57,7 +62,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     parts = [
         html_table(Table("run", "", (), _facts(record))),
         html_table(progress([record])),
-        pictures([record], "steps"),
+        _curves(record),
         _sample(untimed(text_of(rank_log(folder, 0)))),
         f"<h2>Mesh</h2>{draw_mesh(layout, max(1, layout.world // hosts))}",
         *map(html_table, tables),
@@ -67,6 +72,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     write_html(path, description or f"{record.name}: {layout}", "".join(parts))
     print(f"wrote {path}")
     return 0
+
+
+def _curves(record: Run) -> str:
+    """Return the curves as a part of the page, whose theme gives the colors."""
+    from titanlite.tools.plot import choose_metrics, draw
+
+    keys = [*choose_metrics([record], None), "grad_norm", "lr", "tps"]
+    file = io.StringIO()
+    draw([record], keys, "steps").savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    for color, name in THEME.items():
+        text = text.replace(color, name)
+    return f'<div class="curves">{text[text.index("<svg") :]}</div>'
 
 
 def _sample(log: str) -> str:

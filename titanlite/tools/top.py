@@ -94,19 +94,20 @@ def state_of(record: Run) -> tuple[str, bool]:
         end = "stopped"
     elif silent > SILENT_SECONDS:
         end = f"no sign of life for {format_duration(silent)}"
-    if not len(record.logged) or not steps:
-        state = "starting" if len(record.logged) else "starting, no step logged yet"
+    if not record.steps or not steps:
+        state = "starting" if record.steps else "starting, no step logged yet"
         return f"{state}, {end}" if end else state, False
-    step, seconds, eta = record.logged[["step", "step_seconds", "eta_seconds"]][-1]
+    step = record.steps[-1]
+    eta = record.last("eta_seconds")
+    if np.isnan(eta):
+        eta = (steps - step) * record.last("step_seconds")
     if has_stopped:  # its last step may not have been logged
         step = max(beat["step"] for beat in beats)
     if step >= steps and (record.is_done or has_stopped or not beats):
-        return f"step {step:.0f} of {steps}, done", True
+        return f"step {step} of {steps}, done", True
     doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
-    left = (
-        end or doing or f"eta {format_duration((steps - step) * seconds if np.isnan(eta) else eta)}"
-    )
-    return f"step {step:.0f} of {steps}, {left}", False
+    left = end or doing or f"eta {format_duration(eta)}"
+    return f"step {step} of {steps}, {left}", False
 
 
 def places(file: Path, *, live: bool = True) -> Table:

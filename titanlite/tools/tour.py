@@ -78,7 +78,8 @@ def _kill_and_resume(dump: Path) -> None:
         "FSDP 2 x tensor parallel 2; kill -9 all."
     )
     _train_and_kill(dump)
-    killed_at, saved = int(read_run(dump).logged["step"][-1]), latest_complete(dump / "checkpoint")
+    killed_at = read_run(dump).steps[-1]
+    saved = latest_complete(dump / "checkpoint")
     newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
     _check(
         saved is not None and killed_at - saved <= 2 * INTERVAL,
@@ -92,7 +93,7 @@ def _kill_and_resume(dump: Path) -> None:
         f"it resumed step {saved} on the other mesh without any option",
         f"it did not resume step {saved} on the other mesh:\n{out}",
     )
-    steps = read_run(dump).logged["step"].astype(int).tolist()
+    steps = read_run(dump).steps
     _check(
         steps == list(range(1, STEPS + 1)),
         f"metrics.jsonl has each of the {STEPS} steps once",
@@ -174,7 +175,7 @@ def _train_and_kill(run: Path) -> None:
         try:
             while process.poll() is None and time.monotonic() < deadline:
                 with suppress(UserError):  # no record yet, or a half one
-                    if KILL_AFTER in read_run(run).logged["step"]:
+                    if KILL_AFTER in read_run(run).steps:
                         return
                 time.sleep(0.02)
         finally:

@@ -16,7 +16,7 @@ from titanlite.data.loader import BatchPrefetcher, Loader
 from titanlite.data.stream import StreamLoader
 from titanlite.errors import RunFailed
 from titanlite.runtime.page import OWN_PAGE
-from titanlite.train.forward import ModelRunner, evaluating
+from titanlite.train.forward import ModelRunner, evaluating, take
 from titanlite.train.loss import count_valid, model_loss
 
 
@@ -82,7 +82,7 @@ def validation_loss(
                 abandoned = True
                 break
             show(number)
-            batch = share.take(batch)
+            batch = take(runner, batch)
             valid = count_valid(batch.labels)
             if isinstance(loader, StreamLoader):
                 valid_anywhere = valid.clone()

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from titanlite.models.common.moe import Router
 from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.expert_parallel import is_router
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
 from titanlite.verify.table import Row
@@ -82,7 +82,7 @@ def expert_sum_over_ep(set_sums, model, context, experts):
 @fault("parallel.tensor_parallel.forward_with_converted_params", "ep2 of tp2")
 def router_unsummed(replace_forward, convert, module, own):
     """each rank of tensor parallel keeps its own tokens' gradient of the router"""
-    replace_forward(local_part if is_router(module) else convert, module, own)
+    replace_forward(local_part if isinstance(module, Router) else convert, module, own)
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")
@@ -323,9 +323,9 @@ def documents_cut(documents, batch):
 @fault("parallel.pipeline_parallel.build_schedule", "pp2")
 def microbatch_averaged(build, *call):
     """gradients are divided by the number of micro-batches"""
-    schedule, numbers = build(*call)
+    schedule = build(*call)
     schedule.scale_grads = True
-    return schedule, numbers
+    return schedule
 
 
 @fault("train.step.clip_grad_norm", "pp2")

@@ -136,7 +136,7 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
     causal_rows.cache_clear()  # the pool's processes have made other rows' masks
-    trainer = Trainer(
+    trainer = Trainer.start(
         job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet")
     )
     trainer.report.close()
