@@ -92,9 +92,7 @@ class Router(nn.Module):
                 self.auxiliary += loss.detach()
         return weights, chosen, load
 
-    def choose(
-        self, x: Tensor, forced: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    def choose(self, x: Tensor, forced: bool) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """Return the experts' shares of the scores, summed over the tokens (batch, experts), or
         None without a loss of balance; then weights, numbers and counts (batch, experts) of the
         chosen ones.
