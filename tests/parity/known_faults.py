@@ -269,7 +269,7 @@ def replicas_counted(norm, gradients, p):
     """the norm counts a parameter once for each rank that holds all of it"""
     copies = 1
     if isinstance(gradients[0], DTensor):
-        for size, placement in zip(gradients[0].device_mesh.shape, gradients[0].placements):
+        for size, placement in zip(gradients[0].device_mesh.shape, gradients[0].placements, strict=False):
             copies *= size if placement.is_replicate() else 1
     return norm(gradients, p) * copies ** (1 / p)
 
