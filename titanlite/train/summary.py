@@ -13,7 +13,6 @@ from titanlite.config.pipeline_order import headline
 from titanlite.config.schema import KEYS, JobConfig, config_of
 from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
-from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
@@ -65,8 +64,6 @@ def describe_start(trainer: Trainer) -> list[str]:
         "seed": f"{trainer.seed}"
         + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
-    if any(part.dataset == "chat" for part in training.sources) and trainer.data.tokenizer:
-        rows["chats"] = ChatTokenizer(trainer.data.tokenizer.assets).describe()
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
