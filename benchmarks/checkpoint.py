@@ -225,7 +225,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 def _synchronous(run: Trainer) -> Saver:
     """Return a saver of the same folder without async_mode."""
-    other = Saver(run.checkpoints, run.device)
+    other = Saver(run.checkpoints, run.runner.context.device)
     other.settings = other.settings.model_copy(update={"async_mode": "disabled"})
     return other
 

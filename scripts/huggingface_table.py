@@ -68,7 +68,8 @@ def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, to
     """Train on this rank of the pool; return the weights."""
     rank, world = dist.get_rank(), dist.get_world_size()
     job = job_of(kind, overrides, argv, world)
-    run = Trainer(job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("no"))
+    rank_info = RankInfo(rank, world, rank, "")
+    run = Trainer.start(job, rank_info, torch.device("cpu"), logging.Logger("no"))
     run.train()
     weights = {}
     for name, parameter in run.parts[0].named_parameters():
@@ -118,7 +119,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
-        export(target, tensors, files, lambda name, _: weights[name])
+        export(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(
             target, output_loading_info=True, dtype=torch.float32
         )

@@ -72,7 +72,8 @@ def trainer(
     rank_info = RankInfo(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     argv = [*argv, f"--job.dump_folder={folder}"]
-    return kind(job(argv, world), rank_info, torch.device("cpu"), log or logging.Logger("quiet"))
+    log = log or logging.Logger("quiet")
+    return kind.start(job(argv, world), rank_info, torch.device("cpu"), log)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +101,8 @@ def micro_batches(
 def validated(run: Trainer) -> float:
     """Return the validation loss of a run."""
     chunks = run.job.config.training.loss_chunks
-    loss = validation_loss(run.runner.model, run.validation_loader, chunks)
+    assert run.data.validation_loader is not None
+    loss = validation_loss(run.runner.model, run.data.validation_loader, chunks)
     assert loss is not None
     return loss
 

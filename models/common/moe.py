@@ -4,6 +4,7 @@ There is no parallelism in this file.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.common import Balance, Score
+
+
+@dataclass(frozen=True)
+class RouterContext:
+    """What a router must know of the run around it; by default of one process."""
+
+    sequences: int = 1
+    """Of the whole global batch: the loss of balance is their mean."""
+    forced: bool = False
+    """Choose all experts in turn, whatever their scores."""
+    sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
+    """Sums counts over the ranks that share sequences."""
+    runs_again: Callable[[], bool] = lambda: False
+    """Whether a forward pass is a recomputation, which was counted already."""
 
 
 class Router(nn.Module):
@@ -25,14 +40,9 @@ class Router(nn.Module):
     bias: Tensor | None
     counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes them
     auxiliary: Tensor  # this rank's part of this step's loss of balance; zeroed likewise
-    sequences: int = 1  # of the whole global batch: the loss is their mean
+    context = RouterContext()  # expert parallel sets another
     coefficient = 1e-3
     rate = 1e-3
-    forced: bool = False  # choose all experts in turn, whatever their scores
-    # Expert parallel sets these, as it does `sequences` and `forced`: the sum over the ranks that
-    # share sequences, and whether a forward pass is a recomputation, which was counted already.
-    sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(lambda counts: counts)
-    runs_again: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -66,21 +76,23 @@ class Router(nn.Module):
 
         With them comes each expert's number of choices.
         """
-        shares, weights, chosen, counts = self.choose(x)
+        context = self.context
+        shares, weights, chosen, counts = self.choose(x, context.forced)
         load = counts.sum(0)
         if not (self.training and torch.is_grad_enabled()):
             return weights, chosen, load
-        is_first = not self.runs_again()
+        is_first = not context.runs_again()
         if is_first:
             self.counts += load
         if shares is not None:
-            loss = self.balance_loss(shares, self.sum_over_sequence(counts))
+            total = context.sum_over_sequence(counts)
+            loss = self.balance_loss(shares, total) / context.sequences
             weights = _WithLoss.apply(weights, loss)
             if is_first:
                 self.auxiliary += loss.detach()
         return weights, chosen, load
 
-    def choose(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    def choose(self, x: Tensor, forced: bool) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """Return the experts' shares of the scores, summed over the tokens (batch, experts), or
         None without a loss of balance; then weights, numbers and counts (batch, experts) of the
         chosen ones.
@@ -91,7 +103,7 @@ class Router(nn.Module):
         bias = 0 if self.bias is None else self.bias
         chosen = (scores.detach() + bias).topk(self.top_k, sorted=False).indices
         experts = len(self.counts)
-        if self.forced:
+        if forced:
             in_turn = torch.arange(chosen.numel(), device=x.device) % experts
             chosen = in_turn.view_as(chosen)
         weights = scores.gather(-1, chosen)
@@ -108,14 +120,14 @@ class Router(nn.Module):
         return scores.sum(1), weights, chosen, counts
 
     def balance_loss(self, shares: Tensor, total: Tensor) -> Tensor:
-        """Return the auxiliary loss of this rank's tokens, from counts of all of the sequences.
+        """Return the sequences' auxiliary loss of this rank's tokens, from counts of all of them.
 
         It is linear in the tokens' probabilities, so that the ranks' parts add up.
         """
         total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
         losses = len(self.counts) * self.top_k * total * shares / choices**2
-        return self.coefficient * losses.sum() / self.sequences
+        return self.coefficient * losses.sum()
 
 
 class Experts(nn.Module):

@@ -127,14 +127,13 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "config/test_moot.py": "training.dataloader.pin_memory profiling.enable_memory_snapshot "
     "profiling.save_memory_snapshot_folder",
     "config/test_pipeline.py": "parallelism.pipeline_parallel_degree "
-    "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
+    "parallelism.pipeline_parallel_schedule "
     "parallelism.pipeline_parallel_microbatch_size parallelism.pipeline_parallel_layers_per_stage "
     "parallelism.pipeline_parallel_first_stage_less_layers "
     "parallelism.pipeline_parallel_last_stage_less_layers "
     "parallelism.module_fqns_per_model_part",
     "data/test_formats.py": "training.dataloader.token_dtype",
     "data/test_sources.py": "model.hf_assets_path",
-    "data/test_stream.py": "training.repeat training.dataloader.stall_timeout_seconds",
     "data/test_windows.py": "training.packing training.document_mask training.mixture",
     "faults/test_beat.py": "fault.stall_seconds",
     "faults/test_decide.py": "fault.rejoin_seconds",
@@ -142,7 +141,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "faults/test_stop.py": "fault.grace_seconds fault.stop_after_minutes",
     "jobs.py": "job.dump_folder model.overrides",
     "launch/test_after_save.py": "checkpoint.after_save",
-    "launch/test_launch.py": "job.print_config job.device",
+    "launch/test_launch.py": "job.print_config job.device training.repeat",
     "launch/test_nodes.py": "comm.init_timeout_seconds",
     "launch/test_terminal.py": "metrics.disable_color_printing",
     "models/test_outside.py": "model.package",

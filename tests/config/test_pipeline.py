@@ -82,51 +82,6 @@ def test_layers_and_weights_are_split_as_torchtitan_splits_them(
     assert [layer for part in split for layer in part] == (list(range(layers)) if expected else [])
 
 
-ORDER = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
-OVERLAPPED = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1"
-
-
-@pytest.fixture
-def of_csv(tmp_path):
-    """Return a function that gives the options of a CSV."""
-
-    def options(text: str = ORDER, batch: int = 2) -> list[str]:
-        (tmp_path / "order.csv").write_text(text)
-        return [f"{PP}_schedule_csv={tmp_path / 'order.csv'}", f"{BATCH}={batch}"]
-
-    return options
-
-
-def test_a_csv_gives_the_order_and_the_number_of_stages(of_csv):
-    stages = job(*of_csv()).stages
-    assert (stages.schedule, stages.ranks, stages.micro_batches) == ("", ((0,), (1,)), 2)
-    assert stages.csv == (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1I1", "1W1"))
-    looped = job(*of_csv("0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0", batch=1)).stages
-    assert looped.ranks == ((0, 2), (1, 3)) and len(looped.names) == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (ORDER + "2F0", ["3 rows"]),
-        (ORDER.replace("0B1", "0G1"), ["row 1", '"0G1"']),
-        (ORDER.replace("1F1", "0F1"), ["stage 0", "rows 1 and 2"]),
-        (ORDER.replace("1W1", "1B1"), ["F, I, B", "micro-batch 1 of stage 1"]),
-        (ORDER.replace("1F0,1B0", "1B0,1F0"), ["row 1: 0B0", "row 2: 1B0"]),
-        (ORDER.replace("1I1,1W1", "1W1,1I1"), ["row 1: 0B1", "row 2: 1W1"]),
-        (OVERLAPPED, ["row 1: (0F1;0B0)OVERLAP_F_B", "row 2: (1F1;1B0)OVERLAP_F_B"]),
-        (ORDER.replace("1", "2"), ["2 micro-batches", "from 0"]),
-        ("0F0,0B0\n1F0,1B0", ["2 stages", "1 micro-batches"]),
-        ("0F0,0F1,0B0,0B1\n\n", ["row 2"]),
-        (None, ["nowhere.csv"]),
-    ],
-)
-def test_a_csv_that_is_no_order_is_refused(of_csv, text, parts):
-    options = [f"{PP}_schedule_csv=nowhere.csv"] if text is None else of_csv(text)
-    with refused("parallelism.pipeline_parallel_schedule_csv", *parts, kind=ConfigError):
-        job(*options)
-
-
 SPLIT = f"{PP}_schedule=ZBVZeroBubble"
 GPT2 = "--model.name=gpt2 --model.overrides.dropout=0.0"
 FSDP = "--parallelism.fsdp"
@@ -167,6 +122,7 @@ BATCH = "--training.local_batch_size"
         (f"{SPLIT} {GPT2}", "tok_embeddings.weight"),
         (f"{FSDP}_blocks_per_group=3", "at most 2"),
         ("--parallelism.pipeline_parallel_split_points=['layers.2']", "of each stage"),
+        (f"{PP}_schedule_csv=order.csv", "one of torch's schedules"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused_with_what_it_can(options, part):

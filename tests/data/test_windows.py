@@ -164,8 +164,9 @@ def masked_and_separate_losses(argv: list[str], folder: str) -> tuple[float, flo
     """
     run = trainer(argv, folder)
     model = run.parts[0]
-    assert isinstance(run.data, Windows)
-    rows = torch.stack([torch.as_tensor(run.data[i]) for i in range(run.data.samples)])
+    data = run.data.training
+    assert isinstance(data, Windows)
+    rows = torch.stack([torch.as_tensor(data[i]) for i in range(data.samples)])
     valid = count_valid(rows[:, 1])
     assert valid > 20
     training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
@@ -216,8 +217,8 @@ def letters_drawn(folder: str, argv: list[str]) -> tuple[str, str]:
     run = trainer(argv, folder)
     (line,) = [line for line in describe_start(run) if line.startswith("data")]
     run.train()
-    assert isinstance(run.data, Windows)
-    return "".join(chr(int(run.data[i][0][0])) for i in range(100)), line
+    assert isinstance(run.data.training, Windows)
+    return "".join(chr(int(run.data.training[i][0][0])) for i in range(100)), line
 
 
 def test_the_sources_of_a_mixture_are_shuffled_independently(folder):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.models.common.moe import Experts, MoE, Router
+from titanlite.models.common.moe import Experts, MoE, Router, RouterContext
 
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
@@ -51,7 +51,7 @@ def one_by_one(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
             probabilities = probabilities + scores / scores.sum()
         shares = chosen / chosen.sum()
         loss = loss + EXPERTS * (shares * probabilities / len(sequence)).sum()
-    return out, router.coefficient * loss / router.sequences
+    return out, router.coefficient * loss / router.context.sequences
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -61,7 +61,8 @@ def test_layer_equals_a_loop_over_tokens(score, normalize, balance):
     """Outputs, the auxiliary loss, and gradients of their sum."""
     moe, x = build(score=score, normalize=normalize, balance=balance), inputs()
     router: Any = moe.router
-    router.sequences, router.coefficient = 6, 0.5
+    router.context = RouterContext(sequences=6)
+    router.coefficient = 0.5
     if balance == "bias":
         router.bias.copy_(torch.tensor([0.5, 0.0, -0.5, 0.1]))
     expected, loss = one_by_one(moe, x)
@@ -103,10 +104,10 @@ def test_only_first_forward_passes_of_training_are_counted():
     with torch.no_grad():
         moe(inputs())
     moe.eval()(inputs())
-    router.runs_again = lambda: True
+    router.context = RouterContext(runs_again=lambda: True)
     moe.train()(inputs())
     assert not router.counts.any() and not router.auxiliary
-    router.runs_again = lambda: False
+    router.context = RouterContext()
     moe(inputs())
     assert router.counts.sum() == 28 and router.auxiliary > 0
 

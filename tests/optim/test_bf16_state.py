@@ -66,7 +66,7 @@ def optimizer_state(run: Trainer) -> dict[str, torch.Tensor]:
     tensors = run.state.tensors()
     found = {name: tensors[name] for name in tensors if name.startswith("optimizer.")}
     size = sum(local_part(tensor).nbytes for tensor in found.values())
-    assert size == optimizer_bytes(run.trained, run.job.config)
+    assert size == optimizer_bytes(run.runner.trained, run.job.config)
     return found
 
 
@@ -78,7 +78,7 @@ def states_after_steps(argv: list[str], folder: str) -> dict[str, str]:
     for step in range(1, 4):
         for group in run.runner.optimizer.param_groups:
             group["training_step"] = step
-        for item in run.trained:
+        for item in run.runner.trained:
             generator = torch.Generator().manual_seed(
                 int(hashlib.md5(item.name.encode()).hexdigest()[:8], 16) + step
             )

@@ -73,7 +73,7 @@ def count_step(argv: list[str], folder: str) -> dict[str, Any]:
         patch.setattr(muon, "orthogonalize", of_an_owner)
         run.runner.optimizer.step()
     assert optimizer_state(run)
-    elements = sum(item.parameter.numel() for item in run.trained if item.is_hidden_matrix)
+    elements = sum(item.parameter.numel() for item in run.runner.trained if item.is_hidden_matrix)
     return {"sent": sent, "owned": len(owned), "elements": elements}
 
 

@@ -52,7 +52,7 @@ def poison(run: Trainer, factors: dict[int, float]) -> None:
     clip = run.runner.clip_gradients
 
     def factor() -> float:
-        return factors.get(1 + run.consumed // run.rank_slice.per_step, 1.0)
+        return factors.get(1 + run.consumed // run.data.rank_slice.per_step, 1.0)
 
     def poisoned_loss(*args: Any) -> torch.Tensor:
         loss = forward_backward(*args)
@@ -124,7 +124,7 @@ def end_of(
     update = run.runner.update
 
     def poisoned_loss(*args: Any) -> torch.Tensor:
-        batch = 1 + run.consumed // run.rank_slice.per_step
+        batch = 1 + run.consumed // run.data.rank_slice.per_step
         return forward_backward(*args) * (2.0 if batch == larger_loss else 1.0)
 
     def unless_left_out(step: int, *args: Any) -> None:
@@ -147,7 +147,7 @@ def end_of(
         "error": error,
         "guard": run.guard.state_dict(),
         "step": run.step,
-        "batches": run.consumed // run.rank_slice.per_step,
+        "batches": run.consumed // run.data.rank_slice.per_step,
         "consumed": run.consumed,
         "tokens": run.tokens,
     }

@@ -43,6 +43,7 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.runtime.torch_private import compiled_graphs
+from titanlite.train.forward import take
 from titanlite.train.generate import generate
 from titanlite.train.loss import count_valid, model_loss
 from titanlite.train.report import loss_over_ranks
@@ -151,8 +152,8 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def own_batches(run: Trainer) -> list[Any]:
     """Return this rank's part of the ragged batch."""
-    mine = micro_batches(*ragged_batch(), run.rank_slice)
-    return [run.runner.take(batch) for batch in mine]
+    mine = micro_batches(*ragged_batch(), run.data.rank_slice)
+    return [take(run.runner.model, batch) for batch in mine]
 
 
 def prefer(run: Trainer, experts: Collection[int]) -> None:
@@ -176,7 +177,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     loss = forward_backward(run, own)
     valid = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.model.has_loss
     found = {
-        "loss": loss_over_ranks(loss, valid, run.mesh.loss)[0],
+        "loss": loss_over_ranks(loss, valid, run.runner.context.mesh.loss)[0],
         "gradients": {name: full(p.grad) for name, p in parameters.items() if p.grad is not None},
         "inf norm": run.runner.clip_gradients(float("inf"), float("inf")).item(),
         "norm": run.runner.clip_gradients(0.5).item(),
@@ -184,7 +185,7 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     run.runner.update(1, torch.zeros(()))
     pipeline = run.runner.model
     if isinstance(pipeline, Pipeline):
-        row = orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()]
+        row = orders(run.job.stages)[run.runner.context.mesh.world["pp"].get_local_rank()]
         declared = [f"{action}" for cell in row for action in parse(cell)]
         found |= {"actions": pipeline.actions, "declared": declared}
     after = {name: full(p) for name, p in parameters.items()}
@@ -304,7 +305,7 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     settings = run.job.config.generate.model_copy(
         update={"tokens": 9, "temperature": 0.7, "prompt": "def "}
     )
-    text = generate(run.runner.model, run.tokenizer, settings, 16, 0)
+    text = generate(run.runner.model, run.data.tokenizer, settings, 16, 0)
     assert all(part.training for part in run.parts)
     return loss, text
 

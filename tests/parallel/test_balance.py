@@ -69,7 +69,8 @@ def biases_of_steps(argv: list[str], folder: str, norms: list[float]) -> list[to
     for norm in norms:
         forward_backward(run, own_batches(run))
         run.runner.update(1, torch.tensor(norm))
-        found.append(torch.stack([router.bias for router in routers(*run.parts).values()]))
+        biases: list[Any] = [router.bias for router in routers(*run.parts).values()]
+        found.append(torch.stack(biases))
     return found
 
 

@@ -6,17 +6,15 @@ test_exact.py proves that its numbers equal those of one process.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.jobs import FLOAT64, forward_backward, job, relative_error, trainer
 from tests.lanes import sample
-from tests.messages import refused, says
+from tests.messages import refused
 from tests.parallel.float8.jobs import EMULATED, FLOAT8, WIDE
 from tests.parallel.rows import (
     CP,
@@ -32,10 +30,9 @@ from tests.parallel.rows import (
     ZBV,
     one_step,
     own_batches,
-    same_as_alone,
     watching,
 )
-from titanlite.config.pipeline_order import most_kept, parse
+from titanlite.config.pipeline_order import most_kept
 from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
@@ -48,39 +45,6 @@ from titanlite.verify.pool import RankFailed
 
 WHOLE = "--training.local_batch_size=12"
 HALF = ["--training.local_batch_size=6", "--training.global_batch_size=12"]
-SIX_IN_ANY_ORDER = (
-    "1F1,1F4,2F1,2F4,1F0,2F0,1F2,2F2,2B1,1F5,2B0,1B0,1F3,2I4,1I1,1W1,1I4,2W4,2B2,2F5,2F3,1W4,2B3,"
-    "2I5,2W5,1B5,1I2,1I3,1W2,1W3\n"
-    "0F5,0F1,0F4,0F3,0F0,0F2,3F4,3I4,3W4,3F1,3F0,3B1,3I0,3F2,3W0,3I2,3W2,0B0,0B4,0I1,3F3,0W1,3F5,"
-    "3B3,3I5,3W5,0I5,0B3,0W5,0B2"
-)
-OVERLAPPED = (
-    "0F2,0F4,2F2,0F5,2F5,2F4,0F1,0F0,0F3,2I2,2F1,2W2,2F3,2I4,2W4,2I1,2F0,2W1,2B3,0I1,0W1,0B2,0B4,"
-    "2I5,2W5,0B3,0I5,0W5,2B0,0B0\n"
-    "1F2,3F2,1F4,(1F5;3B2)OVERLAP_F_B,1F1,1F3,1F0,3F4,(3F5;3B5)OVERLAP_F_B,"
-    "(3F1;3B4)OVERLAP_F_B,3F3,3I1,(3F0;1B2)OVERLAP_F_B,3B0,3I3,1I1,3W3,1B4,1W1,3W1,1B3,1I5,1W5,1B0"
-)
-ORDERS = {  # of a CSV, with the size of its micro-batches
-    "last stage descends": ("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0", 6),
-    "any": (SIX_IN_ANY_ORDER, 2),
-    "overlapped": (OVERLAPPED, 2),
-}
-
-
-@pytest.mark.parametrize("name", sample(ORDERS, "last stage descends"))
-def test_an_order_of_any_sequence_places_stages_and_changes_no_number(pool, alone, tmp_path, name):
-    order, size = ORDERS[name]
-    if IS_OLD and "I" in order:
-        pytest.skip("needs torch 2.13: a split backward pass")
-    file = tmp_path / "order.csv"
-    file.write_text(order)
-    csv = f"--parallelism.pipeline_parallel_schedule_csv={file}"
-    argv = [*MODELS["four"], *FLOAT64, *SGD, PP, csv, f"{MICRO_BATCH}{size}", WHOLE]
-    ranks = pool.run(one_step, argv, str(tmp_path), world=2)
-    same_as_alone(ranks, alone("four"))
-    for found, row in zip(ranks, order.splitlines(), strict=True):
-        actions = [f"{action}" for cell in row.split(",") if cell for action in parse(cell)]
-        assert found["actions"] == found["declared"] == actions
 
 
 def with_dropout(words: str, folder: str) -> dict[str, Any]:
@@ -192,7 +156,7 @@ def received_and_held(argv: list[str], folder: str) -> tuple[int, int, int]:
 
     with watching(Stage, RECEIVES, see), watching(Pipeline, ["begin"], count):
         forward_backward(run, own)
-    kept = most_kept(orders(run.job.stages)[run.mesh.world["pp"].get_local_rank()])
+    kept = most_kept(orders(run.job.stages)[run.runner.context.mesh.world["pp"].get_local_rank()])
     return len(received), most - kept, held()
 
 
@@ -229,24 +193,6 @@ def test_gradients_are_summed_in_the_type_of_reductions_when_weights_follow_inpu
     argv.append("--training.mixed_precision_param=bfloat16")
     for begun, held in pool.run(held_in_bfloat16, argv, str(tmp_path), world=4):
         assert begun and not held
-
-
-def with_an_order_of_its_own(argv: list[str], folder: str) -> str:
-    """Return why a run is refused whose CSV, on this rank's machine, has another order than on the
-    other's.
-    """
-    (own := Path(folder, f"{dist.get_rank()}")).mkdir()
-    last = ("1F0,1B0,1F1,1B1", "1F0,1F1,1B0,1B1")[dist.get_rank()]
-    (own / "order.csv").write_text(f"0F0,0F1,0B0,0B1\n{last}")
-    with pytest.MonkeyPatch.context() as patches, pytest.raises(UserError) as error:
-        patches.chdir(own)
-        trainer([*argv, "--parallelism.pipeline_parallel_schedule_csv=order.csv"], folder)
-    return str(error.value)
-
-
-def test_ranks_that_read_different_orders_are_refused(pool, tmp_path):
-    for message in pool.run(with_an_order_of_its_own, [*FOUR, PP], str(tmp_path), world=2):
-        says(message, "order of the pipeline differs", "rank 0 has", "1F0")
 
 
 def test_stages_have_the_model_between_them_and_a_parameter_in_none_is_named():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
-from tests.checkpoint.test_huggingface import exported
 from tests.checkpoint.test_load import refused
-from tests.jobs import MOE, TINY, trainer
+from tests.jobs import MOE, TINY, run_to_end, trainer
 from tests.lanes import sample
 from tests.messages import says
 from tests.parallel.rows import (
@@ -30,13 +29,11 @@ from tests.parallel.rows import (
     ZBV,
     Row,
     cut_and_straight,
-    watching,
 )
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
-from titanlite.train.prepared import Prepared
-from titanlite.train.trainer import Trainer
+from titanlite.parallel.parallelize import build_parts
 
 SAVES = SAVING[len(TINY) :]
 NARROW = "--optimizer.state_dtype=bfloat16"
@@ -85,17 +82,21 @@ def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, model, layou
     assert save_and_load_everywhere(pool, tmp_path, layouts, model) == []
 
 
-class DropoutInBlocks(Trainer):
-    def _build_model(self, prepared: Prepared) -> None:
-        super()._build_model(prepared)
-        for part in self.parts:
-            part.dropout = torch.nn.Identity()
-
-
-def log_of_a_start(argv: list[str], folder: str, kind: type[Trainer] = Trainer) -> list[str]:
+def log_of_a_start(argv: list[str], folder: str) -> list[str]:
     log, lines = keeping_log()
-    trainer(argv, folder, log, kind)
+    trainer(argv, folder, log)
     return lines
+
+
+def log_of_a_start_with_dropout_in_blocks(argv: list[str], folder: str) -> list[str]:
+    def build(*arguments: Any) -> Any:
+        parts, notes = build_parts(*arguments)
+        for part in parts:
+            part.dropout = torch.nn.Identity()
+        return parts, notes
+
+    with patch("titanlite.train.trainer.build_parts", build):
+        return log_of_a_start(argv, folder)
 
 
 @pytest.mark.long
@@ -106,7 +107,8 @@ def test_a_change_of_dropout_masks_in_later_stages_is_in_the_log_of_all_ranks(po
     argv.append(FOUR_SAMPLES)
     pool.run(run_until, [*argv, "--training.steps=1"], str(tmp_path), world=2)
     changed = [*argv, "--training.steps=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
-    for lines in pool.run(log_of_a_start, changed, str(tmp_path), DropoutInBlocks, world=2):
+    start = log_of_a_start_with_dropout_in_blocks
+    for lines in pool.run(start, changed, str(tmp_path), world=2):
         assert any(line.startswith("dropout masks") for line in lines)
 
 
@@ -114,32 +116,12 @@ def loaded(argv: list[str], folder: str) -> dict[str, Any]:
     return digests(trainer(argv, folder))
 
 
-def counted_export(argv: list[str], folder: str) -> int:
-    """Export; return how many elements this rank sent to another."""
-    sent = list[int]()
-
-    def see(_: str, args: tuple[Any, ...], __: Any) -> None:
-        sent.append(args[0].numel())
-
-    with watching(dist, ["send"], see):
-        exported(argv, folder, "bfloat16")
-    return sum(sent)
-
-
 @pytest.mark.long
-def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(pool, tmp_path):
-    """A tensor is sent at most once: from its stage to the rank that writes it."""
+def test_the_last_export_of_stages_starts_stages_and_one_process(pool, tmp_path):
     argv = [*GPT2, PP]
-    pool.run(exported, GPT2, str(tmp_path / "one"), "bfloat16", world=1)
-    sent = pool.run(counted_export, argv, str(tmp_path / "stages"), world=4)
-    one, stages = (
-        {p.name: p.read_bytes() for p in (tmp_path / n / "out").iterdir()}
-        for n in ("one", "stages")
-    )
-    assert one == stages and len(one) > 6
-    tensors = sum(len(content) for name, content in one.items() if name.endswith("safetensors"))
-    assert 0 < 2 * sum(sent) < tensors
-    path = f"--checkpoint.initial_load_path={tmp_path}/one/out"
+    saving = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--training.steps=2"]
+    pool.run(run_to_end, [*argv, *saving], str(tmp_path / "run"), world=4)
+    path = f"--checkpoint.initial_load_path={tmp_path}/run/checkpoint/hf-step-2"
     argv += ["--checkpoint.initial_load_in_hf", path]
     states = pool.run(loaded, argv, str(tmp_path / "from_hf"), world=4)
     whole = pool.run(loaded, [*GPT2, *argv[-2:]], str(tmp_path / "whole"), world=1)[0]

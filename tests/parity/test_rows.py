@@ -36,7 +36,7 @@ ONLY_HERE = {"one slice": "llama3", "large": "llama3", "imported": "experts"}
 SINGLE = [
     ("gpt2", Row("pp2")),
     ("llama3", Row("pp2 x dp2", schedule="ZBVZeroBubble")),
-    ("gpt2", Row("pp4", schedule="csv", precision="bfloat16")),
+    ("gpt2", Row("pp4", schedule="GPipe", precision="bfloat16")),
     *((ONLY_HERE[row.extra], row) for row in EXTRA if row.extra in ONLY_HERE),
 ]
 INDUCTOR = Row("cp2", "full", "inductor", "3", sequence="ulysses", precision="float32")

@@ -54,9 +54,9 @@ def losses_and_gradients(argv: list[str], folder: str) -> dict[str, torch.Tensor
     argv = [*argv, f"--training.local_batch_size={SAMPLES // world}", "--validation.enable"]
     run = trainer([*argv, "--validation.steps=2", "--validation.local_batch_size=4"], folder)
     run.step = 1
-    batches = micro_batches(*ragged_batch(), run.rank_slice)
+    batches = micro_batches(*ragged_batch(), run.data.rank_slice)
     valid = count_valid(batches[0].labels)
-    loss, _ = loss_over_ranks(forward_backward(run, batches), valid, run.mesh.loss)
+    loss, _ = loss_over_ranks(forward_backward(run, batches), valid, run.runner.context.mesh.loss)
     found = gradients(run)  # before a validation
     return found | {"loss": torch.tensor(loss), "validation": torch.tensor(validated(run))}
 
@@ -114,7 +114,7 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(256, (2, 6 * run.job.layout.batch, 16), generator=generator)
     with Recorded():
-        forward_backward(run, micro_batches(tokens, labels, run.rank_slice))
+        forward_backward(run, micro_batches(tokens, labels, run.data.rank_slice))
     return counts
 
 

@@ -19,14 +19,13 @@ REVISION = "0123456789" * 4
 def some(rank: int, **changes: Any) -> Facts:
     """Return facts of a rank, two of which are on a host."""
     host = f"host{rank // 2}"
-    own = Facts(rank, host, "", "", "cpu", "", "", "3.11", REVISION, "", 1 << 40, "a", 100.0)
+    own = Facts(rank, host, "", "cpu", "", "", "3.11", REVISION, "", 1 << 40, "a", 100.0)
     return replace(own, **changes)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("order", "1F1B"),
         ("device", "cuda"),
         ("software", "titanlite 0, torch 2"),
         ("revision", f"f{REVISION[1:]}"),

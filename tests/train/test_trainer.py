@@ -33,7 +33,7 @@ def run_beside_a_plain_loop(folder: str) -> tuple[list[float], list[float]]:
     argv = [*TINY, "--training.steps=5", "--lr_scheduler.warmup_steps=0"]
     run = trainer(argv, folder)
     twin = copy.deepcopy(run.parts[0])
-    data = run.data
+    data = run.data.training
     assert isinstance(data, Windows)
     run.train()
     decayed = [p for p in twin.parameters() if p.dim() > 1]
@@ -163,7 +163,7 @@ def logged_numbers(folder: str) -> tuple[list[float], tuple[float, float]]:
     run.train()
     sum_of_tokens, valid = ((6.0, 3), (5.0, 1), (0.0, 0))[run.rank_info.rank]
     loss = torch.tensor(sum_of_tokens / 4, dtype=torch.float64)
-    return rates, loss_over_ranks(loss, torch.tensor(valid), run.mesh.loss)
+    return rates, loss_over_ranks(loss, torch.tensor(valid), run.runner.context.mesh.loss)
 
 
 def test_the_log_has_the_step_s_own_rate_tokens_per_device_and_the_largest_mean_of_a_rank(

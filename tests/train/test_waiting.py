@@ -147,7 +147,7 @@ def test_no_call_of_a_step_synchronizes_with_a_gpu(tmp_path, technique, compiled
     rank_info, device = RankInfo(0, 1, 0, "localhost"), torch.device("cuda", 0)
     try:
         with process_group(rank_info, device, tested.config.comm, Path(tmp_path), {}):
-            run = Trainer(tested, rank_info, device, logging.Logger("quiet"))
+            run = Trainer.start(tested, rank_info, device, logging.Logger("quiet"))
             original = run.train_step
 
             def checked() -> None:

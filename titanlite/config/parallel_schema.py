@@ -65,9 +65,6 @@ class Parallelism(Section):
     """Order of the stages' micro-batches, by torch's names, in any case. GPipe and 1F1B have one
     stage per rank, ZBVZeroBubble and DualPipeV two, the others two, or as many as layers_per_stage
     gives."""
-    pipeline_parallel_schedule_csv: Annotated[str, Only("pipeline parallel")] = ""
-    """File with the order instead: a row for each pipeline rank, of actions such as 2F0 (stage 2's
-    forward pass of micro-batch 0), 2B0, or 2I0 and 2W0."""
     pipeline_parallel_microbatch_size: Annotated[Positive, Only("pipeline parallel")] = 1
     """Sequences of a pipeline micro-batch; the whole step, accumulation included, is one run of the
     schedule.

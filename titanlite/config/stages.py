@@ -1,6 +1,5 @@
 """Pipeline stages: which modules each has, and which rank runs it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
@@ -24,7 +23,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that run about as many micro-batches at a time as there are ranks."""
 Rows = tuple[tuple[str, ...], ...]
-"""The modules of each stage, or the actions of each pipeline rank."""
+"""The modules of each stage."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +39,16 @@ class Stages:
     ranks: tuple[tuple[int, ...], ...]
     """The stages of each pipeline rank."""
     schedule: str
-    """As the config spells it, such as "1F1B"; empty with a CSV, and without pipeline parallel."""
+    """As the config spells it, such as "1F1B"; empty without pipeline parallel."""
     micro_batches: int
     """Micro-batches of a step: the whole step is one run of the schedule."""
     size: int
     """Sequences of a micro-batch."""
-    csv: Rows = ()
-    """The order that a CSV gives; empty without one."""
 
     @property
     def rank_of(self) -> dict[int, int]:
         """Return the pipeline rank of every stage."""
         return {stage: rank for rank, members in enumerate(self.ranks) for stage in members}
-
-
-def splits_backward(schedule: str, order: Iterable[Iterable[str]]) -> bool:
-    """Return whether gradients of inputs and of weights are computed apart, by a schedule or the
-    order of a CSV.
-    """
-    return schedule in SPLIT_BACKWARD or any("I" in cell for row in order for cell in row)
 
 
 def fits(schedule: str, ranks: int, stages: int) -> bool:
@@ -84,7 +74,7 @@ def fills_stages(settings: Any, ranks: int, layers: int) -> bool:
     """Return whether the keys of [parallelism] lead to stages on these ranks, none of them
     empty.
     """
-    if ranks == 1 or settings.pipeline_parallel_schedule_csv:
+    if ranks == 1:
         return True
     stages = number_of_stages(settings, ranks, layers)
     is_split = settings.module_fqns_per_model_part or split_layers(

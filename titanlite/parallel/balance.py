@@ -24,8 +24,6 @@ class Balance:
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
         """Move the biases, unless the step is skipped, and begin to count the next step."""
-        if not self.routers:
-            return
         rows = []
         for router in self.routers:
             rows.append(torch.cat([router.counts.double(), router.auxiliary.double()[None]]))
@@ -39,6 +37,7 @@ class Balance:
         moves = (counts.mean(-1, keepdim=True) - counts).sign()
         moves = torch.where(skipped, 0, moves - moves.mean(-1, keepdim=True))
         for router, move in zip(self.routers, moves, strict=True):
+            assert router.bias is not None
             router.bias.add_(move, alpha=router.rate)
 
     def load(self) -> dict[str, float]:

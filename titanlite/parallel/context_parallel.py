@@ -40,10 +40,6 @@ class TokenShare:
     sequence_ranks: dist.ProcessGroup | None = None
     """The ranks that have the tokens of a sequence together, under context parallel."""
 
-    def take(self, batch: Any) -> Any:
-        """Return a micro-batch on the device, with this rank's tokens as its own."""
-        return batch.to(self.device, self.own_positions(batch.rows.size(-1)))
-
 
 def token_share(context: Context, rank: int) -> TokenShare:
     """Return the share of a rank of the job's mesh."""

@@ -8,14 +8,13 @@ gradients there; tensor parallel never splits an expert.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.models.common.moe import GatherRows, inverse
+from titanlite.models.common.moe import GatherRows, Router, RouterContext, inverse
 from titanlite.parallel.build import Context, named_parameters
 from titanlite.parallel.collectives import AllToAll, send_rows
 from titanlite.parallel.dtensor import local_part
@@ -32,11 +31,14 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     world = context.mesh.world
     shared = [name for name in ("cp", "tp") if getattr(job.layout, name) > 1]
     sharing = [world.get_group(name) for name in shared]
+    router_context = RouterContext(
+        sequences=job.batch.total,
+        forced=job.config.debug.moe_force_load_balance,
+        sum_over_sequence=partial(_summed, sharing),
+        runs_again=is_recomputing,
+    )
     for router in routers(model).values():
-        router.sequences = job.batch.total
-        router.forced = job.config.debug.moe_force_load_balance
-        router.sum_over_sequence = partial(_summed, sharing)
-        router.runs_again = is_recomputing
+        router.context = router_context
     mesh = context.mesh.ep
     if mesh is None:
         return []
@@ -87,18 +89,14 @@ def expert_modules(model: nn.Module, table: Mapping[str, Rule]) -> dict[str, nn.
     return modules
 
 
-def routers(*parts: nn.Module) -> dict[str, Any]:
+def routers(*parts: nn.Module) -> dict[str, Router]:
     """Return the modules that choose experts, by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, Router] = {}
     for part in parts:
         for name, module in part.named_modules():
-            if is_router(module):
+            if isinstance(module, Router):
                 found[name] = module
     return found
-
-
-def is_router(module: nn.Module) -> bool:
-    return hasattr(module, "sum_over_sequence")
 
 
 def units(block: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
@@ -112,7 +110,7 @@ def units(block: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
         return [block]
     found = []
     for child in block.children():
-        if child not in experts and not is_router(child):
+        if child not in experts and not isinstance(child, Router):
             found += units(child, experts)
     return found
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
-from titanlite.config.pipeline_order import numbered_by_last_stage
-from titanlite.config.stages import SINGLE, Stages, splits_backward
+from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, Stages
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, build_meta_model
 from titanlite.parallel.collectives import swap
@@ -80,8 +79,6 @@ def orders(stages: Stages) -> list[list[str]]:
     """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
     ranks = len(stages.ranks)
     count = stages.micro_batches
-    if stages.csv:
-        return [list(row) for row in stages.csv]
     if stages.schedule in SINGLE:
         return [
             list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
@@ -102,18 +99,10 @@ def _schedule_class(stages: Stages) -> Any:
     return get_schedule_class(stages.schedule)
 
 
-def build_schedule(own: Any, stages: Stages, loss: Any = None) -> tuple[Any, list[int]]:
-    """Return torch's schedule of a rank's stages, and the number of each micro-batch by the number
-    that the schedule has for it.
-    """
-    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-    count = stages.micro_batches
-    if stages.csv:
-        # torch takes a loss by its position among the last stage's forward passes.
-        rows, numbers = numbered_by_last_stage(stages.csv)
-        return torch_private.schedule_of_rows(own, count, rows, options), numbers
+def build_schedule(own: Any, stages: Stages, loss: Any = None) -> Any:
+    """Return torch's schedule of a rank's stages."""
     run = own[0] if stages.schedule in SINGLE else own
-    return _schedule_class(stages)(run, count, **options), [*range(count)]
+    return _schedule_class(stages)(run, stages.micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
@@ -154,7 +143,7 @@ class Pipeline:
         self.loss = loss
         self.reseed = reseed
         stages = self.job.stages
-        if splits_backward(stages.schedule, stages.csv):
+        if stages.schedule in SPLIT_BACKWARD:
             torch_private.keep_buffers_of_compiled_graphs()
         assert context.mesh.pp
         self.group = context.mesh.pp.get_group()
@@ -173,12 +162,15 @@ class Pipeline:
         own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
-        self.schedule, self.numbers = build_schedule(
+        self.schedule = build_schedule(
             self.stages, stages, lambda loss, number: loss / self.valid_tokens
         )
         self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
         """Parameters that another stage has as well, and counts."""
+        self.after_backward: list[Callable[[], None]] = []
+        if self.tied:
+            self.after_backward.append(self.sum_tied_gradients)
         self.actions: list[str] = []
         """This rank's actions in the last step."""
         self.micro_batches: list[StageInput] = []
@@ -230,13 +222,12 @@ class Pipeline:
         """
         self.step = step
         self.valid_tokens = valid_tokens.clamp(min=1)
-        smaller: list[StageInput] = []
+        self.micro_batches = []
         for batch in micro_batches:
-            smaller += batch.split(self.job.stages.size)
-        self.micro_batches = [smaller[number] for number in self.numbers]
+            self.micro_batches += batch.split(self.job.stages.size)
         self.actions = []
         losses: list[Tensor] = []
-        numbers = torch.arange(len(smaller))  # torch splits them as targets
+        numbers = torch.arange(len(self.micro_batches))  # torch splits them as targets
         self.schedule.step(target=numbers, losses=losses, return_outputs=False)
         self.micro_batches = []
         zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
@@ -274,7 +265,6 @@ class Pipeline:
 
     def begin(self, stage: int, kind: str, number: int) -> None:
         """Record an action, and seed the dropout of a forward pass."""
-        number = self.numbers[number]
         self.actions.append(f"{stage}{kind}{number}")
         if kind == "F":
             self.reseed(self.step, number, stage)

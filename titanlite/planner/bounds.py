@@ -6,7 +6,7 @@ import torch
 
 from titanlite.config.job import Job
 from titanlite.config.schema import value_of
-from titanlite.config.stages import splits_backward
+from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import optimizer_bytes, trained_parameters
 from titanlite.parallel.build import build_model
@@ -93,7 +93,7 @@ class Facts:
         gathers = batch.accumulation * passes
         if layout.pp > 1:
             gathers = steps = 1
-            if not splits_backward(stages.schedule, stages.csv):
+            if stages.schedule not in SPLIT_BACKWARD:
                 # The first micro-batch goes through all other ranks' first stages, and back.
                 turns = stages.micro_batches * len(stages.ranks[0])
                 computing *= 1 + (layout.pp - 1) / turns

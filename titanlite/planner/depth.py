@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.job import Job
-from titanlite.config.stages import splits_backward
+from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened
@@ -120,7 +120,7 @@ def _is_affine(job: Job) -> bool:
     ]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
-    if splits_backward(job.stages.schedule, job.stages.csv):  # gradients of weights name no block
+    if job.stages.schedule in SPLIT_BACKWARD:  # gradients of weights name no block
         return False
     settings = config.optimizer
     in_runs = settings.state_dtype == "bfloat16" or settings.name not in ("AdamW", "Adam", "SGD")

@@ -27,7 +27,6 @@ def shortened(job: Job) -> Job:
     stages, reshard = job.stages, job.config.parallelism.fsdp_reshard_after_forward
     if (
         job.layout.pp == 1
-        or stages.csv
         or len(stages.ranks[0]) > 3  # torch's schedules gather three stages ahead
         or reshard not in ("default", "never")  # a forward pass gathers except after a backward one
     ):
@@ -114,5 +113,5 @@ def _events(stages: Stages, rank: int) -> list[Event]:
     """Return the events of a rank's step in order, but for the rest of the step."""
     own, events = stages.ranks[rank], list[Event]()
     silent = [SilentStage(stage, stages.rank_of, events) for stage in own]
-    run_silently(build_schedule(silent, stages)[0], events)
+    run_silently(build_schedule(silent, stages), events)
     return events

@@ -1,7 +1,7 @@
 """Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors
 without memory.
 
-Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the
+Exact, as tests/planner/test_exact.py compares with real processes: the bytes alive and the
 collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
 AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 
@@ -52,7 +52,7 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
-from titanlite.train.forward import build_runner
+from titanlite.train.forward import build_runner, take
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.step import StepRunner
@@ -91,7 +91,6 @@ def rehearse(
             allocate(part, context.device)
         no_decay = config.optimizer.no_decay
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-        parameters = [item.parameter for item in trained]
         guard = StepGuard(config.fault, context.device, job.layout.tp)
         context = replace(context, job=shortened(job) if is_short else job)
         # Not on fake tensors: what an optimizer, or a pipeline, asks about meshes when it is built.
@@ -101,7 +100,7 @@ def rehearse(
             built = with_values(config, _WITHOUT_STATE) if on_disk else config
             optimizer = build_optimizer(trained, built, 0, mesh.stage)
             model = build_runner(context, parts, 0, rank)
-            runner = StepRunner(context, model, parameters, optimizer)
+            runner = StepRunner(context, model, trained, optimizer)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
         def step(first: int) -> Recording:
@@ -172,7 +171,7 @@ def blank_batches(runner: StepRunner) -> list[MicroBatch]:
         job.config.training.seq_len,
     )
     blank = (torch.zeros(shape, dtype=torch.int64) for _ in range(job.batch.accumulation))
-    return [runner.take(MicroBatch(rows)) for rows in blank]
+    return [take(runner.model, MicroBatch(rows)) for rows in blank]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:

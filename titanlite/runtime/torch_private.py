@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor
 
 # torch 2.11, 2.13 and 2.15. These operations have no public names; TorchTitan lists the same.
@@ -305,24 +304,6 @@ def send_nothing_to_this_rank(stage: Any) -> None:
     if operations := getattr(stage, "_get_init_p2p_neighbors_ops", None):
         to_others = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
         stage._get_init_p2p_neighbors_ops = to_others
-
-
-def schedule_of_rows(
-    stages: "Sequence[PipelineStage]",
-    micro_batches: int,
-    rows: Sequence[Sequence[str]],
-    options: dict[str, Any],
-) -> Any:
-    """Return a pipeline schedule that runs these actions, a row for each rank."""
-    # torch 2.11, 2.13 and 2.14. The public way is a file in torch's format.
-    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-
-    schedule = _PipelineScheduleRuntime([*stages], micro_batches, **options)
-    schedule.pipeline_order = {
-        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
-    }
-    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
-    return schedule
 
 
 def default_all_gather() -> type:

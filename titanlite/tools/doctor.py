@@ -116,7 +116,6 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
 
     from titanlite.fault.beat import Heart
     from titanlite.observe.memory import machine_bytes
-    from titanlite.observe.run_folder import git_revision
     from titanlite.parallel.mesh import build_mesh
     from titanlite.runtime.distributed import gather_on_rank_0, pick_device, process_group
     from titanlite.tools.slow_ranks import exchange_in_pairs, slow_ranks
@@ -128,9 +127,8 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
     with process_group(rank, device, job.config.comm, private, dict(environ)):
         heart = Heart(job.config, rank, environ, on_stop=lambda reason: None)
         heart.start()
-        revision = git_revision() if rank.local_rank == 0 else None
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}, {pressure()}"
-        facts = gather_on_rank_0(facts_of(job, rank, device, revision, machine))
+        facts = gather_on_rank_0(facts_of(job, rank, device, machine))
         if rank.rank == 0:
             build = torch.__config__.show().strip().splitlines()
             lines = [*shown_variables(environ), "", f"{sys.executable}, {platform.platform()}"]

@@ -40,6 +40,10 @@ class ModelRunner(Protocol):
         """A rank to which `evaluate` returns a result."""
 
     @property
+    def after_backward(self) -> Sequence[Callable[[], None]]:
+        """What must be done once all other sums of gradients are known."""
+
+    @property
     def copies(self) -> Sequence[nn.Parameter]:
         """Parameters that another stage has as well, and counts."""
 
@@ -50,9 +54,6 @@ class ModelRunner(Protocol):
 
         Return this rank's part of that loss, zero without losses.
         """
-
-    def sum_tied_gradients(self) -> None:
-        """Sum the gradients of parameters that two stages share."""
 
     def evaluate(self, batch: MicroBatch, last: Loss) -> Tensor | None:
         """Return the result of `last`, called with the model, the batch and its tokens.
@@ -74,6 +75,7 @@ class WholeModel:
     has_loss = True
     source = 0
     copies: Sequence[nn.Parameter] = ()
+    after_backward: Sequence[Callable[[], None]] = ()
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -102,9 +104,6 @@ class WholeModel:
         else:
             self.model.set_requires_gradient_sync(is_last)
 
-    def sum_tied_gradients(self) -> None:
-        pass
-
     def evaluate(self, batch: MicroBatch, last: Loss) -> Tensor | None:
         return last(self.model, batch, batch.tokens)
 
@@ -116,7 +115,11 @@ def build_runner(context: Context, parts: Sequence[nn.Module], seed: int, rank: 
     if config.compile.enable and "loss" in config.compile.components:
         token_loss = torch.compile(token_loss_sum, backend=config.compile.backend)
     loss = partial(model_loss, chunks=config.training.loss_chunks, token_loss=token_loss)
-    reseed_dropout = partial(_reseed, context.job.layout, rank, seed)
+    coordinates = _dropout_coordinates(context.job.layout, rank)
+
+    def reseed_dropout(step: int, micro_batch: int, *stage: int) -> None:
+        reseed(seed, step, micro_batch, *coordinates, *stage)
+
     share = token_share(context, rank)
     if context.job.layout.pp > 1:
         return Pipeline(context, parts, share, loss, reseed_dropout)
@@ -124,16 +127,23 @@ def build_runner(context: Context, parts: Sequence[nn.Module], seed: int, rank: 
     return WholeModel(parts[0], share, loss, reseed_dropout, deferred)
 
 
-def _reseed(layout: Layout, rank: int, seed: int, step: int, micro_batch: int, *stage: int) -> None:
-    """Seed dropout.
+def _dropout_coordinates(layout: Layout, rank: int) -> list[int]:
+    """Return a rank's coordinates of which each has its own dropout.
 
-    cp and stage enter the seed only when used, so that runs without them resume bit for bit.
+    cp is among them only when used, as the stage of a pipeline is, so that runs without them resume
+    bit for bit.
     """
     own = layout.coordinates(rank)
     coordinates = [layout.batch_coordinate(rank), own["tp"]]
     if layout.cp > 1:
         coordinates.append(own["cp"])
-    reseed(seed, step, micro_batch, *coordinates, *stage)
+    return coordinates
+
+
+def take(runner: ModelRunner, batch: MicroBatch) -> MicroBatch:
+    """Return the batch on the device, with this rank's tokens as its own."""
+    share = runner.share
+    return batch.to(share.device, share.own_positions(batch.rows.size(-1)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.tokenizer import Tokenizer, printable, require_tokenizer
 from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.page import OWN_PAGE
-from titanlite.train.forward import ModelRunner, evaluating
+from titanlite.train.forward import ModelRunner, evaluating, take
 
 
 @torch.compiler.set_stance("force_eager")  # to compile for every length of a text costs more
@@ -44,7 +44,7 @@ def generate(
             show(tokens)
             seen = tokens[-positions:]
             padding = [tokenizer.end] * (-len(seen) % share.multiple)
-            batch = share.take(MicroBatch(torch.tensor([[seen + padding]])))
+            batch = take(runner, MicroBatch(torch.tensor([[seen + padding]])))
             last_logits = partial(_logits_at, len(seen) - 1, share.sequence_ranks)
             logits = runner.evaluate(batch, last_logits)
             token = torch.zeros((), dtype=torch.int64, device=share.device)

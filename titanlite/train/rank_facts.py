@@ -22,6 +22,7 @@ from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, format_bytes
+from titanlite.observe.run_folder import git_revision
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
@@ -39,8 +40,6 @@ class Facts:
     host: str
     config: str
     """Without the paths that may differ between nodes."""
-    order: str
-    """Of the pipeline: each rank read the CSV itself."""
     device: str
     gpu: str
     software: str
@@ -70,7 +69,6 @@ class Facts:
 
 MUST_BE_EQUAL = {
     "the config": "config",
-    "the order of the pipeline": "order",
     "the kind of device": "device",
     "the software": "software",
     "the code's revision": "commit",
@@ -79,15 +77,16 @@ MUST_BE_EQUAL = {
 }
 
 
-def facts_of(
-    job: Job, rank: RankInfo, device: torch.device, revision: str | None, machine: str = ""
-) -> Facts:
+def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> Facts:
     """Return the facts of this rank.
 
     Call it on all ranks: they read their clocks at the same time.
     """
     software = f"titanlite {__version__}, torch {torch.__version__}"
     gpu = ""
+    revision = None
+    if rank.local_rank == 0:
+        revision = git_revision()
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name(device)
         software += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -106,7 +105,6 @@ def facts_of(
             to_toml(job.given),
             flags=re.MULTILINE,
         ),
-        str(job.stages),
         device.type,
         gpu,
         software,

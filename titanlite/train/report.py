@@ -6,7 +6,7 @@ Every rank makes a Report, since the loss is reduced over all of them; only rank
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,18 @@ class Report:
     rank_info: RankInfo
     log: logging.Logger
     flops_per_token: int
+    validation: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
-        self.job, self.device = self.context.job, self.context.device
-        self.peak, self.retries = peak_tflops(self.device), 0.0
+        self.job = self.context.job
+        self.device = self.context.device
+        self.peak = peak_tflops(self.device)
+        self.retries = 0.0
         self.clock = StepClock()
         self.sinks: list[Any] = []
         self.trackers: list[Background] = []
-        self.validation = Cost()
-        self.validation_began, self.validation_seconds = 0.0, 0.0
+        self.validation_began = 0.0
+        self.validation_seconds = 0.0
 
     def open_sinks(self, seed: int, step: int) -> None:
         """Describe the run in its folder and open the sinks; files drop records after `step`, for
@@ -64,9 +67,10 @@ class Report:
                 self.sinks.append(TensorBoard(folder / config.metrics.save_tb_folder, after=step))
             self.trackers = self.trackers or open_trackers(config, self.log, after=step)
 
-    def name_unused(self, step: int, trained: Sequence[TrainedParam]) -> None:
+    def name_unused(self, trained: Sequence[TrainedParam]) -> None:
         """Warn of parameters that no gradient has reached in the first step."""
-        if step == 1 and (names := [e.name for e in trained if e.parameter.grad is None]):
+        names = [item.name for item in trained if item.parameter.grad is None]
+        if names:
             self.log.warning(f"forward does not use these, which get no gradient:{some_of(names)}")
 
     def is_logged(self, step: int) -> bool:

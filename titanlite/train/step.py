@@ -4,13 +4,15 @@ A caller takes a step by `forward_backward`, `clip_gradients` and `update` in th
 logging and saving are left to the trainer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from titanlite.data.loader import MicroBatch
+from titanlite.optim.build import TrainedParam
 from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.skip import step_unless
@@ -28,20 +30,28 @@ class StepRunner:
 
     context: Context
     model: ModelRunner
-    parameters: list[nn.Parameter]
-    """The trained ones."""
+    trained: Sequence[TrainedParam]
     optimizer: torch.optim.Optimizer
 
     def __post_init__(self) -> None:
         self.config = self.context.job.config
-        self.replicated: list[nn.Parameter] = []
-        for part in self.model.parts:
-            self.replicated += replicated_parameters(part, self.context)
+        self.parameters = [item.parameter for item in self.trained]
         self.balance = Balance(self.model.parts, self.context)
+        self.after_backward = self._sums_of_gradients()
 
-    def take(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch on the device, with this rank's tokens as its own."""
-        return self.model.share.take(batch)
+    def _sums_of_gradients(self) -> list[Callable[[], None]]:
+        """Return what the techniques that are on do once a backward pass has ended, in order."""
+        sums: list[Callable[[], None]] = []
+        if self.context.job.layout.tp > 1:
+            sums.append(partial(tensor_parallel.sum_gradients, self.parameters))
+        whole: list[nn.Parameter] = []
+        for part in self.model.parts:
+            whole += replicated_parameters(part, self.context)
+        if whole:
+            reduction = getattr(torch, self.config.training.mixed_precision_reduce)
+            group = self.context.mesh.data
+            sums.append(partial(replicated.sum_gradients, whole, group, reduction))
+        return [*sums, *self.model.after_backward]
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
@@ -51,10 +61,8 @@ class StepRunner:
         Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
         """
         total = self.model.gradients(step, micro_batches, valid_tokens)
-        tensor_parallel.sum_gradients(self.parameters)
-        reduction = getattr(torch, self.config.training.mixed_precision_reduce)
-        replicated.sum_gradients(self.replicated, self.context.mesh.data, reduction)
-        self.model.sum_tied_gradients()
+        for sum_gradients in self.after_backward:
+            sum_gradients()
         return total
 
     @phase("gradient norm")
@@ -76,11 +84,15 @@ class StepRunner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
             group["training_step"] = step
-        step_unless(skipped, self.optimizer)  # optimizer.step(), undone where `skipped` is true
-        self.optimizer.zero_grad(set_to_none=True)
         if skipped is None:
-            skipped = ~norm.isfinite()
-        self.balance.end_step(skipped)
+            self.optimizer.step()
+        else:
+            step_unless(skipped, self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.balance.routers:
+            if skipped is None:
+                skipped = ~norm.isfinite()
+            self.balance.end_step(skipped)
         self.notify_converters()
 
     def notify_converters(self) -> None:

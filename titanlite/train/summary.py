@@ -17,7 +17,6 @@ from titanlite.errors import format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.pipeline_parallel import orders
 from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
@@ -36,7 +35,7 @@ def describe_start(trainer: Trainer) -> list[str]:
     parameters = [p for part in trainer.parts for p in part.parameters()]
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
-    own_state = sum(sizes), gradients, optimizer_bytes(trainer.trained, config)
+    own_state = sum(sizes), gradients, optimizer_bytes(trainer.runner.trained, config)
     state = max(gather_objects(own_state, dist.group.WORLD), key=sum)
     unused = get_optimizer(optimizer.name, config.model.package).unused
     how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
@@ -50,7 +49,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         "model": _describe_model(trainer),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),
-        **({"pipeline": headline(job.stages, orders(job.stages))} if job.layout.pp > 1 else {}),
+        **({"pipeline": headline(job.stages)} if job.layout.pp > 1 else {}),
         "batch": _describe_batch(trainer),
         "data": _describe_data(trainer),
         **({"validation": _describe_validation(trainer)} if config.validation.enable else {}),
@@ -65,8 +64,8 @@ def describe_start(trainer: Trainer) -> list[str]:
         "seed": f"{trainer.seed}"
         + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
-    if any(part.dataset == "chat" for part in training.sources) and trainer.tokenizer:
-        rows["chats"] = ChatTokenizer(trainer.tokenizer.assets).describe()
+    if any(part.dataset == "chat" for part in training.sources) and trainer.data.tokenizer:
+        rows["chats"] = ChatTokenizer(trainer.data.tokenizer.assets).describe()
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
@@ -130,7 +129,8 @@ def _describe_batch(trainer: Trainer) -> str:
 
 
 def _describe_data(trainer: Trainer) -> str:
-    data, training = trainer.data, trainer.job.config.training
+    data = trainer.data.training
+    training = trainer.job.config.training
     mixture = " + ".join(
         f"{part.weight:g} {part.dataset_path or part.dataset}" for part in training.mixture
     )
@@ -148,8 +148,6 @@ def _describe_validation(trainer: Trainer) -> str:
     cost, job = trainer.report.validation, trainer.job
     freq = min(job.config.validation.freq, job.config.training.steps)
     every = f"every {freq:,} steps" if freq > 1 else "after each step"
-    if not cost.batches:
-        return f"a stream to its end, {every}"
     size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
     share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
     return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"
@@ -166,7 +164,9 @@ def _dear_validation(trainer: Trainer) -> str:
 
 
 def _describe_device(trainer: Trainer) -> str:
-    world, device, threads = trainer.job.layout.world, trainer.device, torch.get_num_threads()
+    world = trainer.job.layout.world
+    device = trainer.runner.context.device
+    threads = torch.get_num_threads()
     hosts = len(set(gather_objects(trainer.rank_info.host, dist.group.WORLD)))
     ranks = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}"
     if device.type == "cuda":

@@ -6,35 +6,38 @@ The computation of a step is left to step.py, and the log to report.py.
 import gc
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titanlite.checkpoint import source
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.export import export_step
 from titanlite.checkpoint.manifest import Position
+from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
-from titanlite.data.loader import BatchPrefetcher, MicroBatch, build_loader
+from titanlite.data.loader import BatchPrefetcher, Loader, MicroBatch, build_loader
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.stream import Stream, StreamLoader
-from titanlite.data.tokenizer import open_tokenizer
+from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.data.windows import Windows, training_data, validation_data
 from titanlite.errors import RunFailed
 from titanlite.fault.beat import longest_limit
 from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
-from titanlite.observe.run_folder import git_revision
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
-from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
@@ -42,7 +45,7 @@ from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algor
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.train.bad_steps import Spike
-from titanlite.train.forward import build_runner
+from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
@@ -53,150 +56,117 @@ from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Cost, validation_loss
 
+T = TypeVar("T", bound="Trainer")
 
+
+@dataclass(frozen=True)
+class RunData:
+    """What this rank reads."""
+
+    tokenizer: Tokenizer | None
+    rank_slice: RankSlice
+    training: Windows | Stream
+    held_out: Windows | Stream | None
+    """The data of validation if enabled, and what loads it."""
+    validation_loader: Loader | None
+
+    def add_to(self, facts: Facts) -> Facts:
+        """Return a rank's facts with the fingerprints of its data."""
+        if self.held_out is not None:
+            facts = replace(facts, validation=self.held_out.fingerprint)
+        return replace(facts, training=self.training.fingerprint)
+
+
+@dataclass(eq=False)
 class Trainer:
-    """Train a job on this rank. The process group must exist."""
+    """A run of a job on this rank, between two steps: what moves it, and how far it is."""
 
-    thaws = True  # the heap, at a run's end; a process of many runs has frozen its imports
+    job: Job
+    rank_info: RankInfo
+    log: logging.Logger
+    stop: Stop
+    seed: int
+    checkpoints: CheckpointFolder
+    saver: Saver
+    resume: Resume
+    """The checkpoint that the run starts from."""
+    data: RunData
+    model: nn.Module
+    """The whole model on the meta device; with one pipeline stage this rank's part of it."""
+    notes: list[str]
+    """Lines about the techniques that were applied."""
+    runner: StepRunner
+    state: TrainingState
+    report: Report
+    guard: StepGuard
+    stopped: bool = False
+    batches: BatchPrefetcher = field(init=False)
+    """Read from the first step on."""
+    thaws: ClassVar[bool] = True
+    """The heap, at a run's end; a process of many runs has frozen its imports."""
 
-    def __init__(
-        self,
+    def __post_init__(self) -> None:
+        self.step = self.resume.position.step
+        self.tokens = self.resume.position.tokens
+        """Trained on since the beginning of the run."""
+        self.consumed = self.resume.consumed
+        """The samples of the data that were read."""
+
+    @classmethod
+    def start(
+        cls: type[T],
         job: Job,
         rank_info: RankInfo,
         device: torch.device,
         log: logging.Logger,
         stop: Stop | None = None,
         prepared: Prepared | None = None,
-    ) -> None:
-        self.job = job
-        self.rank_info = rank_info
-        self.device = device
-        self.log = log
-        self.stop = stop or Stop(job.config, rank_info, {})
-        self.stopped = False
-        prepared = prepared or Prepared()
-
-        # THE fixed order of a start, each step with the reason for its place.
-        self._choose_algorithms()  # before the first operation
-        facts = self._compare_ranks()  # before groups: ranks that differ would make different ones
-        self.mesh = build_mesh(job.layout, device.type)  # its groups connect all that follows
-        self._check_network(facts)  # over these groups, before a slow one costs hours
-        self.checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
-        self.saver = Saver(self.checkpoints, device)
-        self._find_start()  # before data and model: it has the seed of both
-        self._open_data(prepared)  # before the model: wrong data is refused at once
-        self._build_model(prepared)  # before loading, which fills its shards
-        self._restore()  # the last change of the weights: replicas are compared after it
-        self._build_guard()  # after the report, which takes its notes
-        # Last: it drops records after this step, which a start that fails must not do.
-        self.report.open_sinks(self.seed, self.step)
-
-    # ---------------------------------------------------------------- building
-
-    def _choose_algorithms(self) -> None:
-        if self.job.config.debug.deterministic:
-            use_deterministic_algorithms()
-
-    def _compare_ranks(self) -> list[Facts]:
-        """Raise if ranks have different configs, software or code; return the facts on rank 0."""
-        rank_info = self.rank_info
-        revision = git_revision() if rank_info.local_rank == 0 else None
-        self.facts = facts_of(self.job, rank_info, self.device, revision)
-        return compare(self.facts, rank_info.world)
-
-    def _check_network(self, facts: list[Facts]) -> None:
-        if self.job.config.fault.preflight and self.rank_info.world > 1:
-            for line in check_network(self.mesh.world, self.device, facts):
-                self.log.info(line)
-
-    def _find_start(self) -> None:
-        """Find the checkpoint that the run starts from, its position and the seed."""
-        with phase("load"):
-            self.resume = source.find(self.checkpoints)
-        self._set_position(self.resume.position)
-        self.consumed = self.resume.consumed
-        seed = self.job.config.debug.seed
-        self.seed = agree_on_seed(self.resume.seed if seed is None else seed)
-
-    def _set_position(self, position: Position) -> None:
-        self.step = position.step
-        self.tokens = position.tokens
-        OWN_PAGE.completed = self.step
-        OWN_PAGE.saved = self.step
-
-    def _open_data(self, prepared: Prepared) -> None:
-        """Open the data of this rank: of training, and of validation if enabled."""
-        job = self.job
-        self.tokenizer = prepared.tokenizer or open_tokenizer(job)
-        self.rank_slice = RankSlice(
-            coordinate=job.layout.batch_coordinate(self.rank_info.rank),
-            ranks=job.batch.data_parallel,
-            local=job.batch.local,
-            accumulation=job.batch.accumulation,
-        )
-        self.data = training_data(job, self.tokenizer, self.seed, prepared.sources)
-        own_facts = replace(self.facts, training=self.data.fingerprint)
-        if job.config.validation.enable:
-            held_out = validation_data(job, self.tokenizer, prepared.sources)
-            self._build_validation_loader(held_out)
-            own_facts = replace(own_facts, validation=held_out.fingerprint)
-        compare(own_facts, self.rank_info.world)
-        self.resume.check_data(self.seed, self.data.fingerprint)
-
-    def _build_validation_loader(self, held_out: Windows | Stream) -> None:
-        config = self.job.config
-        local = config.validation.local_batch_size
-        rank_slice = replace(self.rank_slice, local=local, accumulation=1)
-        given, settings = config.validation.steps, config.training.dataloader
-        steps = None if given == -1 else math.ceil(given / rank_slice.ranks)
-        self.validation_loader = build_loader(held_out, rank_slice, 0, steps, settings)
-
-    def _build_model(self, prepared: Prepared) -> None:
-        """Build this rank's parts of the model, their optimizer, the step runner and the report."""
-        job = self.job
+    ) -> T:
+        """Build a run; the process group must exist. Each step's place has its reason."""
         config = job.config
-        # The whole model, on the meta device. With one pipeline stage build_parts makes it this
-        # rank's only part.
-        self.model, table = prepared.model or build_model(job)
-        check_trained(self.model, config.optimizer.no_decay)
-        named = self.model.named_parameters()
-        flops = flops_per_token(named, table, job.shape, config.training.seq_len, job.spec.blocks)
-        converters = prepared.converters or build_converters(job)
-        context = Context(job, self.mesh, table, self.device, converters)
-        self.report = Report(context, self.rank_info, self.log, flops.total)
-        if config.validation.enable:
-            self.report.validation = Cost.of(job, self.validation_loader)
-        is_filled = self.resume.continues and not self.resume.exclude
-        self.parts, self.notes = build_parts(self.model, context, None if is_filled else self.seed)
+        prepared = prepared or Prepared()
+        mesh, own_facts = _connect(job, rank_info, device, log)
+        checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
+        saver = Saver(checkpoints, device)
+        resume, seed = _find_start(checkpoints)
+        data = _open_data(job, rank_info.rank, seed, prepared)  # wrong data is refused at once
+        compare(data.add_to(own_facts), rank_info.world)
+        resume.check_data(seed, data.training.fingerprint)
+        model, context = _build_model(job, mesh, device, prepared)
+        report = _build_report(context, model, data, rank_info, log)  # of the model as it is
+        is_filled = resume.continues and not resume.exclude
+        parts, notes = build_parts(model, context, None if is_filled else seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
-        timeout = config.comm.init_timeout_seconds
-        set_collective_timeout(timeout, excluded=self.checkpoints.group)
-        blocks = job.spec.blocks
-        self.trained = trained_parameters(self.parts, table, blocks, config.optimizer.no_decay)
-        parameters = [item.parameter for item in self.trained]
-        optimizer = build_optimizer(self.trained, config, self.seed, self.mesh.stage)
-        model = build_runner(context, self.parts, self.seed, self.rank_info.rank)
-        self.runner = StepRunner(context, model, parameters, optimizer)
+        set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
+        runner = _build_step_runner(context, parts, seed, rank_info.rank)
+        # The last change of the weights: replicas are compared after it.
+        state = _restore(checkpoints, resume, runner)
+        guard = StepGuard(config.fault, device, job.layout.tp, report.log_bad_step)
+        guard.load_state_dict(resume.guard)
+        # Last: it drops records after this step, which a start that fails must not do.
+        report.open_sinks(seed, resume.position.step)
+        return cls(
+            job=job,
+            rank_info=rank_info,
+            log=log,
+            stop=stop or Stop(config, rank_info, {}),
+            seed=seed,
+            checkpoints=checkpoints,
+            saver=saver,
+            resume=resume,
+            data=data,
+            model=model,
+            notes=notes,
+            runner=runner,
+            state=state,
+            report=report,
+            guard=guard,
+        )
 
-    @phase("load")
-    def _restore(self) -> None:
-        """Load the checkpoint that the run starts from, if any."""
-        context = self.runner.context
-        stages = self.mesh.pp.get_group() if self.mesh.pp else None
-        self.state = TrainingState(self.parts, self.runner.optimizer, context.table, stages)
-        source.restore(self.checkpoints, self.resume, self.state)
-        self.checkpoints.check_space(self.state)
-        if self.resume.folder:
-            check_replicas(self.parts, "after loading", context, self.runner.optimizer)
-        self.runner.notify_converters()
-
-    def _build_guard(self) -> None:
-        job = self.job
-        note = self.report.log_bad_step
-        self.guard = StepGuard(job.config.fault, self.device, job.layout.tp, note)
-        self.guard.load_state_dict(self.resume.guard)
-
-    # ---------------------------------------------------------------- running
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The whole model, or this rank's pipeline stages in their order."""
+        return self.runner.model.parts
 
     def train(self) -> None:
         """Run to the target step, or until `stopped`."""
@@ -222,7 +192,7 @@ class Trainer:
         self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                export_step(self.checkpoints, self.step, self.state, self.tokenizer)
+                export_step(self.checkpoints, self.step, self.data.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()
@@ -230,10 +200,11 @@ class Trainer:
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""
         settings = self.job.config.training.dataloader
-        loader = build_loader(self.data, self.rank_slice, self.consumed, None, settings)
+        data, rank_slice = self.data.training, self.data.rank_slice
+        loader = build_loader(data, rank_slice, self.consumed, None, settings)
         if isinstance(loader, StreamLoader) and self.consumed and self.resume.streams:
-            loader.load_state_dict(self.resume.stream_state(self.rank_slice.coordinate))
-        self.batches = BatchPrefetcher(loader, self.device)
+            loader.load_state_dict(self.resume.stream_state(rank_slice.coordinate))
+        self.batches = BatchPrefetcher(loader, self.runner.context.device)
 
     def _run_to_target(self) -> None:
         while True:
@@ -295,17 +266,15 @@ class Trainer:
         local_valid_tokens *= self.runner.model.has_loss  # only the last stage has losses
         with phase("tokens"):
             valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
-        if isinstance(self.data, Stream) and not self.data.repeat and not valid_tokens.item():
-            # On all ranks; waiting for the device is the price of an unknown length.
-            raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
-        self.report.name_unused(self.step, self.trained)
+        if self.step == 1:
+            self.report.name_unused(self.runner.trained)
         norm = self.runner.clip_gradients()
         skipped = self.guard.record(self.step, loss, norm)
         self.saver.before_update()  # an asynchronous save may still be copying the weights
         self.runner.update(self.step, norm, skipped)
         self.tokens += self.job.batch.total * self.job.config.training.seq_len
-        self.consumed += self.rank_slice.per_step
+        self.consumed += self.data.rank_slice.per_step
         balance = self.runner.balance
         with phase("log"):
             self.report.end_step(self.step, self.tokens, loss, norm, local_valid_tokens, balance)
@@ -313,20 +282,17 @@ class Trainer:
     @phase("data")
     def next_micro_batches(self) -> list[MicroBatch]:
         """Return this rank's part of the global batch, on the device."""
-        count = self.rank_slice.accumulation
+        count = self.data.rank_slice.accumulation
         with self.report.clock.waiting_for_data():
             batches = islice(self.batches, count)
-            micro_batches = [self.runner.take(batch) for batch in batches]
+            micro_batches = [take(self.runner.model, batch) for batch in batches]
         if len(micro_batches) < count:
-            raise self._data_ended()
+            steps = f"step {self.step - 1} of {self.job.config.training.steps}"
+            raise RunFailed(
+                f"the data ended after {steps}: it has {self.data.training.samples:,} windows, and "
+                "training.repeat is false"
+            )
         return micro_batches
-
-    def _data_ended(self) -> RunFailed:
-        size = ""
-        if self.data.samples is not None:
-            size = f"it has {self.data.samples:,} windows, and "
-        steps = f"step {self.step - 1} of {self.job.config.training.steps}"
-        return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
     @phase("validation")
     def validate(self) -> bool:
@@ -334,9 +300,10 @@ class Trainer:
         should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
         with self.report.clock.paused("validation"):
             show = self.report.begin_validation()
+            assert self.data.validation_loader is not None
             loss = validation_loss(
                 self.runner.model,
-                self.validation_loader,
+                self.data.validation_loader,
                 self.job.config.training.loss_chunks,
                 should_stop,
                 show,
@@ -349,7 +316,7 @@ class Trainer:
     def _any_stop_request(self) -> bool:
         """Return whether any rank has a request to stop."""
         requested = bool(self.stop.reason)
-        requests = torch.full((), requested, dtype=torch.int64, device=self.device)
+        requests = torch.full((), requested, dtype=torch.int64, device=self.runner.context.device)
         dist.all_reduce(requests)
         return bool(requests.item())
 
@@ -358,12 +325,12 @@ class Trainer:
         """Save the state after this step."""
         with self.report.clock.paused("checkpoint"):
             self.guard.flush()  # a step that was not finite is never saved
+            data = self.data.training
             epoch = None
-            if self.data.samples and not self.job.config.training.mixture:
-                epoch = self.consumed // self.data.samples
-            fingerprint = self.data.fingerprint
+            if data.samples and not self.job.config.training.mixture:
+                epoch = self.consumed // data.samples
             position = Position(
-                self.step, self.tokens, self.consumed, epoch, self.seed, fingerprint
+                self.step, self.tokens, self.consumed, epoch, self.seed, data.fingerprint
             )
             guard = self.guard.state_dict()
             self.saver.save(position, self.state, self.batches.state, guard)
@@ -379,7 +346,9 @@ class Trainer:
         resume = source.find_before(self.checkpoints, spike.step)
         source.restore(self.checkpoints, resume, self.state)
         self.runner.notify_converters()
-        self._set_position(resume.position)
+        self.step = resume.position.step
+        self.tokens = resume.position.tokens
+        _show_on_page(self.step)
         self.guard.load_state_dict(resume.guard)
         self.report.open_sinks(self.seed, self.step)  # as in a resume, later records are dropped
         self.report.clock.restart()
@@ -388,7 +357,7 @@ class Trainer:
         """Log text that the model generates."""
         job = self.job
         settings = job.config.generate
-        text = generate(self.runner.model, self.tokenizer, settings, job.positions, self.seed)
+        text = generate(self.runner.model, self.data.tokenizer, settings, job.positions, self.seed)
         lines = [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
         self.log.info(f"a sample, at temperature {settings.temperature:g}:\n")
         self.log.info("\n".join(lines) + "\n")
@@ -400,3 +369,113 @@ class Trainer:
         gc.enable()
         self.batches.close()
         self.report.close()
+
+
+def _connect(
+    job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
+) -> tuple[Mesh, Facts]:
+    """Return the mesh, whose groups connect all that follows, and the facts of this rank."""
+    if job.config.debug.deterministic:  # before the first operation
+        use_deterministic_algorithms()
+    own_facts = facts_of(job, rank_info, device)
+    # Before groups: ranks that differ would make different ones.
+    facts = compare(own_facts, rank_info.world)
+    mesh = build_mesh(job.layout, device.type)
+    if job.config.fault.preflight and rank_info.world > 1:
+        # Over these groups, before a slow one costs hours.
+        for line in check_network(mesh.world, device, facts):
+            log.info(line)
+    return mesh, own_facts
+
+
+@phase("load")
+def _find_start(checkpoints: CheckpointFolder) -> tuple[Resume, int]:
+    """Return the checkpoint that the run starts from, and the seed of its data and model."""
+    resume = source.find(checkpoints)
+    _show_on_page(resume.position.step)
+    seed = checkpoints.job.config.debug.seed
+    if seed is None:
+        seed = resume.seed
+    return resume, agree_on_seed(seed)
+
+
+def _show_on_page(step: int) -> None:
+    """Say that the run goes on after a step."""
+    OWN_PAGE.completed = step
+    OWN_PAGE.saved = step
+
+
+def _open_data(job: Job, rank: int, seed: int, prepared: Prepared) -> RunData:
+    """Open the data of a rank: of training, and of validation if enabled."""
+    tokenizer = prepared.tokenizer or open_tokenizer(job)
+    rank_slice = RankSlice(
+        coordinate=job.layout.batch_coordinate(rank),
+        ranks=job.batch.data_parallel,
+        local=job.batch.local,
+        accumulation=job.batch.accumulation,
+    )
+    training = training_data(job, tokenizer, seed, prepared.sources)
+    settings = job.config.validation
+    if not settings.enable:
+        return RunData(tokenizer, rank_slice, training, None, None)
+    held_out = validation_data(job, tokenizer, prepared.sources)
+    steps = None
+    if settings.steps != -1:
+        steps = math.ceil(settings.steps / rank_slice.ranks)
+    slice_held_out = replace(rank_slice, local=settings.local_batch_size, accumulation=1)
+    loader = build_loader(held_out, slice_held_out, 0, steps, job.config.training.dataloader)
+    return RunData(tokenizer, rank_slice, training, held_out, loader)
+
+
+def _build_model(
+    job: Job, mesh: Mesh, device: torch.device, prepared: Prepared
+) -> tuple[nn.Module, Context]:
+    """Return the whole model on the meta device, and the input of techniques."""
+    model, table = prepared.model or build_model(job)
+    check_trained(model, job.config.optimizer.no_decay)
+    converters = prepared.converters or build_converters(job)
+    return model, Context(job, mesh, table, device, converters)
+
+
+def _build_report(
+    context: Context, model: nn.Module, data: RunData, rank_info: RankInfo, log: logging.Logger
+) -> Report:
+    """Return the report of a run of the whole model."""
+    job = context.job
+    flops = flops_per_token(
+        model.named_parameters(),
+        context.table,
+        job.shape,
+        job.config.training.seq_len,
+        job.spec.blocks,
+    )
+    cost = Cost()
+    if data.validation_loader is not None:
+        cost = Cost.of(job, data.validation_loader)
+    return Report(context, rank_info, log, flops.total, cost)
+
+
+def _build_step_runner(
+    context: Context, parts: Sequence[nn.Module], seed: int, rank: int
+) -> StepRunner:
+    """Return what takes the steps of this rank's parts of the model, with their optimizer."""
+    job = context.job
+    no_decay = job.config.optimizer.no_decay
+    trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
+    optimizer = build_optimizer(trained, job.config, seed, context.mesh.stage)
+    return StepRunner(context, build_runner(context, parts, seed, rank), trained, optimizer)
+
+
+@phase("load")
+def _restore(checkpoints: CheckpointFolder, resume: Resume, runner: StepRunner) -> TrainingState:
+    """Load the checkpoint that the run starts from, if any."""
+    context = runner.context
+    parts, optimizer = runner.model.parts, runner.optimizer
+    pp = context.mesh.pp
+    state = TrainingState(parts, optimizer, context.table, pp.get_group() if pp else None)
+    source.restore(checkpoints, resume, state)
+    checkpoints.check_space(state)
+    if resume.folder:
+        check_replicas(parts, "after loading", context, optimizer)
+    runner.notify_converters()
+    return state

@@ -162,7 +162,7 @@ def run(
             log.info(to_toml(job.given))
         heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)
         heart.start()
-        trainer = Trainer(job, rank, device, log, stop, prepared)
+        trainer = Trainer.start(job, rank, device, log, stop, prepared)
         _record_begin(folder, trainer, LAUNCHED in environ)
         for line in describe_start(trainer):
             log.info(line)

@@ -26,9 +26,9 @@ from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry.model import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import pick_device
+from titanlite.train.forward import take
 from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
-from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 from titanlite.verify.step_record import StepRecord
@@ -39,11 +39,9 @@ def measure(
     overrides: list[str],
     reference: str,
     row: Row,
-    fault: str,
     role: tuple[str, Role] | None,
 ) -> Mismatch:
-    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known
-    fault if named.
+    """Return this rank's worst mismatch with the file `reference` in the job of a row.
 
     `role` is a row of the model's table and the role that it has instead. A job that does not run
     raises RowFailed, so that the pool ends the ranks that wait for this one."""
@@ -55,14 +53,16 @@ def measure(
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
     try:
-        with FAULTS[fault].put_in() if fault else nullcontext():
-            gpus = torch.cuda.device_count() or world
-            rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
-            job = build_job(overrides, world)
-            trainer = InstrumentedTrainer(
-                with_role(job, *role) if role else job, rank_info, row.batch
-            )
-            measured = trainer.measure_steps()
+        gpus = torch.cuda.device_count() or world
+        rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
+        job = build_job(overrides, world)
+        if role:
+            job = with_role(job, *role)
+        Path(job.config.job.dump_folder).mkdir(exist_ok=True)
+        device = pick_device(job.config.job.device, rank_info.local_rank)
+        trainer = InstrumentedTrainer.start(job, rank_info, device, logging.Logger("quiet"))
+        trainer.instrument(row.batch)
+        measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(
@@ -71,7 +71,7 @@ def measure(
     mismatch = measurements.compare(
         measured, torch.load(reference, mmap=True, weights_only=True), row.precision, trainer.owns
     )
-    if trainer.device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
+    if device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
         for what, difference in trainer.record.differences(trainer.parts, trainer.runner.model):
             if difference:
                 return math.inf, f"{what} {difference}"
@@ -100,16 +100,15 @@ class RowFailed(Exception):
 class InstrumentedTrainer(Trainer):
     """The trainer on a fixed batch, measured while it steps."""
 
-    def __init__(self, job: Job, rank_info: RankInfo, batch: str = "") -> None:
-        Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-        device = pick_device(job.config.job.device, rank_info.local_rank)
-        super().__init__(job, rank_info, device, logging.Logger("quiet"))
+    def instrument(self, batch: str) -> None:
+        """Prepare to step on a batch, measured."""
+        job, rank_slice = self.job, self.data.rank_slice
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
-        own_rows = whole.rows.chunk(self.rank_slice.ranks)[self.rank_slice.coordinate]
-        batches = map(MicroBatch, own_rows.chunk(self.rank_slice.accumulation))
-        self.micro_batches = [*map(self.runner.take, batches)]
+        own_rows = whole.rows.chunk(rank_slice.ranks)[rank_slice.coordinate]
+        batches = map(MicroBatch, own_rows.chunk(rank_slice.accumulation))
+        self.micro_batches = [take(self.runner.model, each) for each in batches]
         self.measured: Measured = {}
-        self.record = StepRecord(job, job.layout.coordinates(rank_info.rank)["pp"])
+        self.record = StepRecord(job, job.layout.coordinates(self.rank_info.rank)["pp"])
         self.report.close()
         self.report.sinks = [SimpleNamespace(write=self.keep_first)]
         self._forward_backward = self.runner.forward_backward
@@ -121,7 +120,9 @@ class InstrumentedTrainer(Trainer):
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
             self.runner.optimizer = build_optimizer(
-                self.trained, with_optimizer(config, name), stage=self.mesh.stage
+                self.runner.trained,
+                with_optimizer(config, name),
+                stage=self.runner.context.mesh.stage,
             )
             for _ in range(steps):
                 self.step += 1
@@ -177,7 +178,7 @@ class InstrumentedTrainer(Trainer):
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         # The declarations are those of gloo's calls, and the same on each device.
-        recorded = step == 2 and self.device.type == "cpu"
+        recorded = step == 2 and self.runner.context.device.type == "cpu"
         with self.record.recording() if recorded else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         if step == 1:
@@ -186,7 +187,7 @@ class InstrumentedTrainer(Trainer):
                 "(p = inf)": self.runner.clip_gradients(math.inf, math.inf).cpu()
             }
             self.measured |= measurements.routed(
-                *self.parts, add=partial(dist.all_reduce, group=self.mesh.stage)
+                *self.parts, add=partial(dist.all_reduce, group=self.runner.context.mesh.stage)
             )
         return loss
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from titanlite.config.job import Job, job_from
@@ -15,7 +14,7 @@ from titanlite.config.load import ConfigError, ConfigFault, load_valid, parse_co
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
 from titanlite.registry.lora import Adapters
-from titanlite.verify.table import ALL_LAYOUTS, CSV, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
+from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
 
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
@@ -112,15 +111,13 @@ class ModelUnderTest:
         )
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
-        """Return the overrides that make the job of a row; `folder` holds the token shard, and gets
-        a schedule.
-        """
+        """Return the overrides that make the job of a row; `folder` holds the token shard."""
         line = [*self.overrides, *self.variants[row.variant]]
         if row.extra == "kept whole":
             line += self.kept_whole
         if row.is_narrow:
             line += self.every_expert
-        line += [*row.overrides(), *_schedule(row, folder), f"--training.max_norm={max_norm}"]
+        line += [*row.overrides(), f"--training.max_norm={max_norm}"]
         line += [
             f"--training.dataset_path={folder / TOKENS}",
             f"--job.dump_folder={folder / 'run'}",
@@ -130,15 +127,6 @@ class ModelUnderTest:
         if row.extra == "imported":
             line.append(f"--checkpoint.initial_load_path={folder / IMPORTED}")
         return line
-
-
-def _schedule(row: Row, folder: Path) -> list[str]:
-    """Return the override that names a row's schedule, if it is a file, which is written."""
-    if row.schedule != CSV:
-        return []
-    path = folder / f"{row.layout.replace(' ', '')}.csv"
-    path.write_text(row.order)
-    return [f"--parallelism.pipeline_parallel_schedule_csv={path}"]
 
 
 def build_job(overrides: list[str], world: int) -> Job:
@@ -223,17 +211,11 @@ def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict
 
 def _refusal(overrides: tuple[str, ...], row: Row) -> str:
     """Return why the config refuses a row, or an empty string."""
-    with TemporaryDirectory(prefix="titanlite-verify-") as folder:
-        line = [
-            *overrides,
-            *row.overrides(),
-            *_schedule(row, Path(folder)),
-            "--training.dataset_path=.",
-        ]
-        try:
-            build_job(line, row.mesh.world)
-        except ConfigError as error:
-            if row.layout == "1":
-                raise
-            return f"{error.faults[0].key}: {error.faults[0].why}"
+    line = [*overrides, *row.overrides(), "--training.dataset_path=."]
+    try:
+        build_job(line, row.mesh.world)
+    except ConfigError as error:
+        if row.layout == "1":
+            raise
+        return f"{error.faults[0].key}: {error.faults[0].why}"
     return ""

@@ -3,10 +3,10 @@ once.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from titanlite.checkpoint.hf.export import export
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
+from titanlite.models.common.moe import Router, RouterContext
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model, persistent_buffers
@@ -48,7 +49,7 @@ def measure_reference(
     if kind == "imported":
         _write_hf(Path(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
-        router.sequences = SAMPLES
+        router.context = RouterContext(sequences=SAMPLES)
     step, max_norm = 0, 0.0
     for name, steps in steps_of.items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
@@ -84,13 +85,21 @@ def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) 
     """Give the routers their choices in all documents of a sequence: their loss is that of the
     whole.
     """
-    counts = defaultdict[Any, list[torch.Tensor]](list)
-    for router in routers(model).values():
-        router.sum_over_sequence = lambda own, router=router: counts[router].append(own) or own
+    counts = {router: list[torch.Tensor]() for router in routers(model).values()}
+
+    def keep(router: Router, own: torch.Tensor) -> torch.Tensor:
+        counts[router].append(own)
+        return own
+
+    def total(router: Router, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(counts[router]).sum(0)
+
+    for router in counts:
+        router.context = replace(router.context, sum_over_sequence=partial(keep, router))
     for document in documents:
         model(document)
-    for router in routers(model).values():
-        router.sum_over_sequence = lambda own, router=router: torch.stack(counts[router]).sum(0)
+    for router in counts:
+        router.context = replace(router.context, sum_over_sequence=partial(total, router))
         router.counts.zero_()
         router.auxiliary.zero_()
 
@@ -111,4 +120,4 @@ def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> No
     translation = Translation(job.spec, job.model)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)
-    export(folder, tensors, files, lambda name, _: weights[name].detach())
+    export(folder, tensors, files, lambda name: weights[name].detach())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule
 from titanlite.config.toml import read_toml
@@ -32,15 +32,10 @@ LAYOUTS, BEYOND, ONLY_FULL = (
     for layouts in _TABLE["layouts"].values()
 )
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
-CSV = "csv"
-"""The schedule that a file gives."""
 OVERRIDES: dict[str, dict[str, str]] = _TABLE["overrides"]
 for _name in get_args(Schedule):
     OVERRIDES["schedule"].setdefault(_name, f"--parallelism.pipeline_parallel_schedule={_name}")
-OVERRIDES["schedule"][CSV] = ""  # a file in the folder of the tokens
 EXTRAS: dict[str, str] = _TABLE["extras"]
-PLANNED: list[dict[str, Any]] = _TABLE["rows"]["plan"]
-"""Rows of plan_check.py."""
 SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
 """Columns that stay at their first choice where a layout does not have this dimension."""
 
@@ -79,17 +74,6 @@ class Row:
         if self.documents == "on":
             return "documents"
         return self.extra if changes else ""
-
-    @property
-    def order(self) -> str:
-        """Return the order of the schedule "csv", which no class of torch has: a stage a rank, all
-        forward passes, then the backward passes from the last micro-batch to the first."""
-        numbers = range(SAMPLES // self.mesh.batch // MICRO_BATCH)
-        rows = (
-            [f"{s}F{n}" for n in numbers] + [f"{s}B{n}" for n in reversed(numbers)]
-            for s in range(self.mesh.pp)
-        )
-        return "".join(",".join(row) + "\n" for row in rows)
 
     def overrides(self) -> list[str]:
         """Return the command line's overrides for this row, without those for its variant of the

@@ -5,13 +5,13 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
-from titanlite.config.pipeline_order import faults_of, read_csv, stages_of
 from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.rules.parallel import legal_degrees
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.schema import JobConfig
 from titanlite.config.stages import (
     IN_ROUNDS,
     SINGLE,
+    SPLIT_BACKWARD,
     V_SHAPED,
     Rows,
     Stages,
@@ -19,18 +19,13 @@ from titanlite.config.stages import (
     fits,
     number_of_stages,
     split_layers,
-    splits_backward,
     stages_of_ranks,
 )
 from titanlite.layout import Batch, Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec
 
 _PIPELINE, _FSDP = "parallelism.pipeline_parallel_", "parallelism.fsdp_"
-_SCHEDULE, _CSV, _NAMES = (
-    f"{_PIPELINE}schedule",
-    f"{_PIPELINE}schedule_csv",
-    "parallelism.module_fqns_per_model_part",
-)
+_SCHEDULE, _NAMES = f"{_PIPELINE}schedule", "parallelism.module_fqns_per_model_part"
 
 
 def check_stages(
@@ -45,14 +40,13 @@ def check_stages(
     """Apply the rules of this file; return the stages, None where a key of theirs is refused."""
     config = check.config
     micro_batch = check.find(_find_micro_batch, config, layout)
-    order = check.find(_find_order, config, layout, batch=batch, micro_batch=micro_batch)
-    number = check.find(_count_stages, config, layout, shape, order)
+    number = check.find(_count_stages, config, layout, shape)
     modules = check.find(_find_modules, config, world, spec, shape, layout, number=number)
-    stages = check.find(_stages, config, layout, batch, micro_batch, order, modules)
+    stages = check.find(_stages, config, layout, batch, micro_batch, modules)
     check.apply(_schedule_has_its_micro_batches, config, layout, stages)
     check.apply(_gathers_are_the_schedules, config, layout)
     check.apply(_sums_wait_for_the_end_of_the_step, config, layout)
-    check.apply(_halves_of_the_backward_pass_can_run, config, layout, order)
+    check.apply(_halves_of_the_backward_pass_can_run, config, layout)
     check.apply(_tied_weights_are_on_two_ranks, spec, model, layout, stages)
     check.apply(_groups_fit_the_stages, config, spec, shape, layout, stages)
     return stages
@@ -86,67 +80,30 @@ def _find_micro_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> int 
     return None
 
 
-def _find_order(
-    refuse: Refuse,
-    config: JobConfig,
-    layout: Layout,
-    *,
-    batch: Batch | None,
-    micro_batch: int | None,
-) -> Rows | None:
-    """Return the order that a CSV gives, or an empty one."""
-    settings, pp = config.parallelism, layout.pp
-    if pp == 1 or not settings.pipeline_parallel_schedule_csv:
-        return ()
-    if settings.pipeline_parallel_schedule != KEYS[_SCHEDULE].default:
-        refuse(_SCHEDULE, f"{_CSV} gives the order; remove one of the two")
-    try:
-        order = read_csv(settings.pipeline_parallel_schedule_csv)
-    except (OSError, ValueError) as error:
-        refuse(_CSV, f"cannot be read: {error}")
-        return None
-    if not (batch and micro_batch):
-        return None
-    faults = list(faults_of(order, pp, batch.local * batch.accumulation // micro_batch))
-    for why in faults:
-        refuse(_CSV, why)
-    return None if faults else order
-
-
 def _count_stages(
-    refuse: Refuse, config: JobConfig, layout: Layout, shape: ModelDims, order: Rows
+    refuse: Refuse, config: JobConfig, layout: Layout, shape: ModelDims
 ) -> int | None:
-    """Return the number of stages that a schedule, or the order of a CSV, runs."""
+    """Return the number of stages that a schedule runs."""
     settings, pp, layers = config.parallelism, layout.pp, shape.layers
     if pp == 1:
         return 1
-    schedule, of_order = settings.pipeline_parallel_schedule, sum(map(len, stages_of(order)))
-
-    def is_right(number: int) -> bool:
-        return number == of_order if of_order else fits(schedule, pp, number)
-
+    schedule = settings.pipeline_parallel_schedule
     number = number_of_stages(settings, pp, layers)
-    if is_right(number):
+    if fits(schedule, pp, number):
         return number
-    each = (
-        "one stage"
-        if schedule in SINGLE
-        else "two stages"
-        if schedule in V_SHAPED
-        else "two or more stages"
-    )
-    needs = (
-        f"{_CSV} has {of_order}" if of_order else f"{schedule} runs {each} on each of {pp} ranks"
-    )
+    each = "two or more stages"
+    if schedule in SINGLE:
+        each = "one stage"
+    elif schedule in V_SHAPED:
+        each = "two stages"
+    needs = f"{schedule} runs {each} on each of {pp} ranks"
     if settings.module_fqns_per_model_part:
         refuse(_NAMES, f"names {number} stages, and {needs}")
-    elif settings.pipeline_parallel_layers_per_stage:
+    else:
         total = layers + sum(ends_weigh(settings))
-        legal = [size for size in range(1, total + 1) if is_right(ceil(total / size))]
+        legal = [size for size in range(1, total + 1) if fits(schedule, pp, ceil(total / size))]
         why = f"{total} layers, the weights of the ends included, make {number} stages, and {needs}"
         refuse(f"{_PIPELINE}layers_per_stage", f"{why}; legal: {_listed(legal)}")
-    else:
-        return of_order
     return None
 
 
@@ -226,14 +183,13 @@ def _stages(
     layout: Layout,
     batch: Batch,
     micro_batch: int,
-    order: Rows,
     modules: Rows,
 ) -> Stages:
     """Return the stages; nothing is wrong with them."""
-    schedule = "" if layout.pp == 1 or order else config.parallelism.pipeline_parallel_schedule
-    ranks = stages_of(order) or stages_of_ranks(schedule, layout.pp, len(modules))
+    schedule = "" if layout.pp == 1 else config.parallelism.pipeline_parallel_schedule
+    ranks = stages_of_ranks(schedule, layout.pp, len(modules))
     micro_batches = batch.local * batch.accumulation // micro_batch
-    return Stages(modules, ranks, schedule, micro_batches, micro_batch, order)
+    return Stages(modules, ranks, schedule, micro_batches, micro_batch)
 
 
 def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: Stages) -> Refusals:
@@ -263,13 +219,8 @@ def _gathers_are_the_schedules(config: JobConfig, layout: Layout) -> Refusals:
     reshard, schedule = settings.fsdp_reshard_after_forward, settings.pipeline_parallel_schedule
     if layout.pp == 1 or layout.max_shard_degree == 1:
         return
-    if schedule not in SINGLE or settings.pipeline_parallel_schedule_csv:
-        name = (
-            "the runtime of pipeline_parallel_schedule_csv"
-            if settings.pipeline_parallel_schedule_csv
-            else schedule
-        )
-        why = f"{name} gathers whole stages and keeps them"
+    if schedule not in SINGLE:
+        why = f"{schedule} gathers whole stages and keeps them"
         if reshard not in ("default", "never"):
             yield (
                 f"{_FSDP}reshard_after_forward",
@@ -298,11 +249,9 @@ def _sums_wait_for_the_end_of_the_step(config: JobConfig, layout: Layout) -> Ref
         yield "parallelism.defer_gradient_sync", f"{why}; remove the key"
 
 
-def _halves_of_the_backward_pass_can_run(
-    config: JobConfig, layout: Layout, order: Rows
-) -> Refusals:
+def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> Refusals:
     schedule, compiler = config.parallelism.pipeline_parallel_schedule, config.compile
-    if layout.pp == 1 or not splits_backward(schedule, order):
+    if layout.pp == 1 or schedule not in SPLIT_BACKWARD:
         return
     instead = "use Interleaved1F1B or LoopedBFS"
     if compiler.enable and "model" in compiler.components:
@@ -326,7 +275,7 @@ def _tied_weights_are_on_two_ranks(
             "the first and the last stage are on one rank, "
             f"and {_listed(tied)} would be there twice"
         )
-        yield _SCHEDULE if stages.schedule else _CSV, f"{why}; use a schedule without the V shape"
+        yield _SCHEDULE, f"{why}; use a schedule without the V shape"
 
 
 def _groups_fit_the_stages(

@@ -17,19 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from titanlite.models.common.moe import Router
 from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.expert_parallel import is_router
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
+from titanlite.verify.harness import measure
+from titanlite.verify.measurements import Mismatch
 from titanlite.verify.table import Row
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: in words, the function it replaces, its replacement, and the rows that show it."""
+    """A mistake: the function it replaces, its replacement, and the rows that show it."""
 
-    summary: str
     target: str
     rows: tuple[Row, ...]
     replacement: Callable[..., Any]
@@ -55,10 +56,16 @@ def fault(target: str, *layouts: str, **columns: str) -> Callable[[Callable[...,
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         name = replacement.__name__.replace("_", "-")
-        FAULTS[name] = Fault(replacement.__doc__ or "", f"titanlite.{target}", rows, replacement)
+        FAULTS[name] = Fault(f"titanlite.{target}", rows, replacement)
         return replacement
 
     return register
+
+
+def measure_with(name: str, *arguments: Any) -> Mismatch:
+    """Measure a row on this rank with the named fault."""
+    with FAULTS[name].put_in():
+        return measure(*arguments)
 
 
 def one_at_a_time(before, run, runner, step, batches, valid_tokens):
@@ -82,7 +89,7 @@ def expert_sum_over_ep(set_sums, model, context, experts):
 @fault("parallel.tensor_parallel.forward_with_converted_params", "ep2 of tp2")
 def router_unsummed(replace_forward, convert, module, own):
     """each rank of tensor parallel keeps its own tokens' gradient of the router"""
-    replace_forward(local_part if is_router(module) else convert, module, own)
+    replace_forward(local_part if isinstance(module, Router) else convert, module, own)
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")
@@ -323,9 +330,9 @@ def documents_cut(documents, batch):
 @fault("parallel.pipeline_parallel.build_schedule", "pp2")
 def microbatch_averaged(build, *call):
     """gradients are divided by the number of micro-batches"""
-    schedule, numbers = build(*call)
+    schedule = build(*call)
     schedule.scale_grads = True
-    return schedule, numbers
+    return schedule
 
 
 @fault("train.step.clip_grad_norm", "pp2")
