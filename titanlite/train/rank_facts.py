@@ -28,7 +28,8 @@ from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
 
 K = TypeVar("K")
-CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
+CLOCK_SECONDS = 1.0
+FREE_BYTES = 1 << 30
 """Limits of a warning: clocks of hosts that are so far apart, and less space in the dump folder."""
 
 
@@ -187,7 +188,8 @@ def named(facts: Sequence[RankFacts]) -> str:
 
 def agreement(facts: Sequence[RankFacts]) -> str:
     """Return the line of equal facts."""
-    first, hosts = facts[0], len({own.host for own in facts})
+    first = facts[0]
+    hosts = len({own.host for own in facts})
     ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
     revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
     return (
@@ -198,7 +200,8 @@ def agreement(facts: Sequence[RankFacts]) -> str:
 
 def notable(facts: Sequence[RankFacts]) -> list[str]:
     """Return facts that are allowed but worth a warning."""
-    hosts, lines = by(lambda own: own.host, facts), []
+    hosts = by(lambda own: own.host, facts)
+    lines = []
     for what, groups in (
         ("GPUs", by(lambda own: own.gpu, facts)),
         ("Pythons", by(lambda own: own.python, facts)),
@@ -210,7 +213,8 @@ def notable(facts: Sequence[RankFacts]) -> list[str]:
             lines.append(f"ranks have different {what}: {having}")
     clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
     if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
-        late, early = clocks[max(clocks)], clocks[min(clocks)]
+        late = clocks[max(clocks)]
+        early = clocks[min(clocks)]
         lines.append(
             f"the clock of {late} is {apart:.1f} s ahead of that of {early}, "
             "as times in their logs will be"

@@ -91,7 +91,8 @@ class Report:
 
         `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
         """
-        job, clock = self.job, self.clock
+        job = self.job
+        clock = self.clock
         if not self.is_logged(step):
             clock.step_done()
             return
@@ -131,14 +132,16 @@ class Report:
 
     def _seconds_left(self, step: int) -> float:
         """Return the time of the steps and validations that are left."""
-        a_step, cost = self.clock.seconds, self.validation
+        a_step = self.clock.seconds
+        cost = self.validation
         a_validation = self.validation_seconds or cost.steps * a_step
         left = cost.left(step, self.job) if self.job.config.validation.enable else 0
         return (self.job.config.training.steps - step) * a_step + left * a_validation
 
     def begin_validation(self) -> Callable[[int], None]:
         """Return a function that logs how far a validation is, called with each batch's number."""
-        self.validation_began, total = time.monotonic(), self.validation.batches
+        self.validation_began = time.monotonic()
+        total = self.validation.batches
         show = progress_lines(self.log.info, "validation: ", "batches")
         return lambda number: show(number - 1, max(total, number))
 
@@ -161,7 +164,8 @@ class Report:
                 for name, seconds in save.costs.items()
             }
             self._write(save.step, values, tags)
-            grace, written = self.job.config.fault.grace_seconds, save.costs["write"]
+            grace = self.job.config.fault.grace_seconds
+            written = save.costs["write"]
             if written > grace:
                 self.log.warning(
                     f"step {save.step} took {written:.0f} s to write, and a run that is asked to "

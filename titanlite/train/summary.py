@@ -30,8 +30,10 @@ def describe_start(trainer: Trainer) -> list[str]:
 
     Call it on all ranks.
     """
-    job, config = trainer.job, trainer.job.config
-    training, optimizer = config.training, config.optimizer
+    job = trainer.job
+    config = trainer.job.config
+    training = config.training
+    optimizer = config.optimizer
     parameters = [p for part in trainer.parts for p in part.parameters()]
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
@@ -87,7 +89,8 @@ def _rate_change(resume: Resume, config: JobConfig) -> str:
         if (old := value_of(before, key)) != (new := value_of(config, key))
     ]
     step = resume.position.step
-    last, following = learning_rate(before, step), learning_rate(config, step + 1)
+    last = learning_rate(before, step)
+    following = learning_rate(config, step + 1)
     if not changed or max(last, following) <= 2 * min(last, following):
         return ""
     why = ", ".join(changed)
@@ -114,7 +117,8 @@ def _describe_model(trainer: Trainer) -> str:
 
 def _describe_batch(trainer: Trainer) -> str:
     job = trainer.job
-    batch, training = job.batch, job.config.training
+    batch = job.batch
+    training = job.config.training
     tokens = batch.total * training.seq_len
     in_all = trainer.tokens + tokens * (training.steps - trainer.step)
     text = (
@@ -145,7 +149,8 @@ def _describe_data(trainer: Trainer) -> str:
 
 
 def _describe_validation(trainer: Trainer) -> str:
-    cost, job = trainer.report.validation, trainer.job
+    cost = trainer.report.validation
+    job = trainer.job
     freq = min(job.config.validation.freq, job.config.training.steps)
     every = f"every {freq:,} steps" if freq > 1 else "after each step"
     if not cost.batches:

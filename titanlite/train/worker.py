@@ -131,7 +131,8 @@ def run(
     prepared: Prepared | None,
 ) -> int:
     """Train a valid job on this rank; return its exit code."""
-    config, folder = job.config, Path(job.config.job.dump_folder)
+    config = job.config
+    folder = Path(job.config.job.dump_folder)
     # Otherwise nothing can be saved, and a signal ends this rank at once.
     if config.checkpoint.enable:
         stop.listen()
