@@ -1,19 +1,13 @@
 """Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured
 against them.
 
-    python benchmarks/usual.py [--pairs 300] [--json benchmarks/cpu.json]
-
 The modules have nothing of titanlite but the names of their parameters, so that both models have
-the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The
-command takes a forward and a backward pass of each in turn, in one process, and compares their
-processor time: other work of the machine changes it less than the time of a clock."""
+the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,8 +21,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.ratios import keep, ratio  # noqa: E402
-from titanlite.models import llama3, qwen3  # noqa: E402
+from titanlite.models import llama3  # noqa: E402
 
 SEQ, BATCH = 256, 4
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
@@ -122,44 +115,6 @@ def build(name: str) -> Any:
     return lambda flavor, positions: Usual(flavor, positions, head_norms=name == "qwen3")
 
 
-def passes_in_turn(name: str, pairs: int) -> dict[str, Any]:
-    """Compare the processor seconds of forward and backward passes."""
-    module = {"llama3": llama3, "qwen3": qwen3}[name]
-    flavor: Any = dataclasses.replace(module.FLAVORS["debugmodel"], **SIZES)
-    torch.manual_seed(0)
-    ours, usual = module.SPEC.module(flavor, SEQ), build(name)(flavor, SEQ)
-    usual.load_state_dict(ours.state_dict())
-    tokens = torch.randint(flavor.vocab_size, (BATCH, SEQ + 1))
-
-    def passes(model: nn.Module) -> tuple[float, float]:
-        began = time.process_time()
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        seconds = time.process_time() - began
-        model.zero_grad(set_to_none=True)
-        return seconds, loss.item()
-
-    taken = [
-        (passes(ours), passes(usual)) if number % 2 else (passes(usual), passes(ours))[::-1]
-        for number in range(WARM_UP + pairs)
-    ]
-    (_, loss), (_, usual_loss) = taken[0]
-    mine, theirs = ([pair[which][0] for pair in taken[WARM_UP:]] for which in (0, 1))
-    found = ratio(mine, theirs)
-    print(
-        f"{name}, forward and backward, "
-        f"{pairs} pairs in turn of {1000 * statistics.median(theirs):.0f} ms:"
-    )
-    print(f"  processor time, titanlite / usual {found}")
-    print(f"  losses                            {loss} and {usual_loss}", flush=True)
-    return {
-        "ratio": found.middle,
-        "low": found.low,
-        "high": found.high,
-        "losses": [loss, usual_loss],
-    }
-
-
 def timed_step() -> Callable[[], float]:
     """Return a function that takes a step of a small Llama, in one thread, and returns its
     seconds.
@@ -177,17 +132,3 @@ def timed_step() -> Callable[[], float]:
         return time.perf_counter() - began
 
     return step
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    found = {name: passes_in_turn(name, arguments.pairs) for name in ("llama3", "qwen3")}
-    if arguments.json:
-        keep(arguments.json, "usual models", found)
-
-
-if __name__ == "__main__":
-    main()

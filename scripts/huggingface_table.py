@@ -119,7 +119,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
-        export(target, tensors, files, lambda name, _: weights[name])
+        export(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(
             target, output_loading_info=True, dtype=torch.float32
         )

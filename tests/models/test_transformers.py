@@ -197,7 +197,7 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
     translation = Translation(SPEC, config)
     files = documents(translation.config, torch.float32, None)
     tensors = translation.hf_tensors(torch.float32)
-    export(tmp_path / "hf", tensors, files, lambda name, _: weights[name].detach())
+    export(tmp_path / "hf", tensors, files, lambda name: weights[name].detach())
     names = {tensor.name for tensor in tensors}
     assert (names == weights.keys()) == (flavor == "gemma2")
     theirs, found = AutoModelForCausalLM.from_pretrained(

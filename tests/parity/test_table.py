@@ -17,7 +17,6 @@ from titanlite.registry import Rule, ones, register_model, zeros
 from titanlite.registry.register import get_model
 from titanlite.verify.command import (
     ResultCache,
-    fault_rows,
     first_rows,
     full_table,
     further_rows,
@@ -196,8 +195,6 @@ def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):
     says(parrot.refused_layouts["cp2"], "core")
     with refused("tp2 (", "attention heads"):
         selected(parrot, rows_of(*PARROT), "tp2")
-    with refused("norms-not-reduced"):
-        fault_rows(parrot, "norms-not-reduced")
 
 
 def test_only_the_model_section_can_be_set():

@@ -6,7 +6,7 @@ the base's files, and whoever reads the base compares it.
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
+from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, Base, Manifest, read_manifest
 from titanlite.checkpoint.read import read
 from titanlite.checkpoint.resume import Resume
@@ -89,23 +90,11 @@ class BaseWeights:
         elif self._hf:
             self._hf.fill(tensors)
 
-    def joined(
-        self,
-        read_own: Callable[[str], torch.Tensor],
-        own: Manifest,
-        shapes: Mapping[str, Sequence[int]],
-        dtype: torch.dtype,
-    ) -> Callable[[str], torch.Tensor]:
-        """Return a function that reads one tensor of a checkpoint or of its base."""
-
-        def read(name: str) -> torch.Tensor:
-            if name in own.tensors:
-                return read_own(name)
-            tensor = torch.empty(tuple(shapes[name.removeprefix("model.")]), dtype=dtype)
-            self.read({name: tensor})
-            return tensor
-
-        return read
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Read one of its weights in this process."""
+        if self._hf:
+            return self._hf.read(name.removeprefix("model."))
+        return load_tensors(self.folder, [name], self._manifest)[name]
 
 
 def fingerprint(folder: Path, group: dist.ProcessGroup | None) -> str:

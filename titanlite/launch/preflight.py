@@ -160,7 +160,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
 
     name, path = dataset.dataset, dataset.dataset_path
     if is_streamed(name):
-        open_stream(key, name, path)
+        open_stream(key, name, path, job.config.training.text_key)
         return ""
     training, tokenizer = job.config.training, prepared.tokenizer
     place = key, name, path

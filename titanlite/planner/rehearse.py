@@ -1,7 +1,7 @@
 """Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors
 without memory.
 
-Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the
+Exact, as tests/planner/test_exact.py compares with real processes: the bytes alive and the
 collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
 AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 

@@ -160,7 +160,7 @@ class _Gloo(dist.ProcessGroupGloo):
 def give_gloo_groups_one_thread() -> None:
     """Make each gloo group from now on with one thread, since two damage the heap."""
     # torch 2.14: they assign the name of the last collective to one string without a lock, and that
-    # of DTensor's gathers lies on the heap (scripts/gloo_race.py). torch makes its groups by this
+    # of DTensor's gathers lies on the heap. torch makes its groups by this
     # name, without the options that a caller gives.
     vars(dist.distributed_c10d)["ProcessGroupGloo"] = _Gloo
 

@@ -192,7 +192,7 @@ class Trainer:
         self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                export_step(self.checkpoints, self.step, self.state, self.data.tokenizer)
+                export_step(self.checkpoints, self.step, self.data.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()
@@ -267,10 +267,6 @@ class Trainer:
         local_valid_tokens *= self.runner.model.has_loss  # only the last stage has losses
         with phase("tokens"):
             valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
-        data = self.data.training
-        if isinstance(data, Stream) and not data.repeat and not valid_tokens.item():
-            # On all ranks; waiting for the device is the price of an unknown length.
-            raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         if self.step == 1:
             self.report.name_unused(self.runner.trained)
@@ -292,15 +288,12 @@ class Trainer:
             batches = islice(self.batches, count)
             micro_batches = [take(self.runner.model, batch) for batch in batches]
         if len(micro_batches) < count:
-            raise self._data_ended()
+            steps = f"step {self.step - 1} of {self.job.config.training.steps}"
+            raise RunFailed(
+                f"the data ended after {steps}: it has {self.data.training.samples:,} windows, and "
+                "training.repeat is false"
+            )
         return micro_batches
-
-    def _data_ended(self) -> RunFailed:
-        size = ""
-        if self.data.training.samples is not None:
-            size = f"it has {self.data.training.samples:,} windows, and "
-        steps = f"step {self.step - 1} of {self.job.config.training.steps}"
-        return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
     @phase("validation")
     def validate(self) -> bool:

@@ -120,4 +120,4 @@ def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> No
     translation = Translation(job.spec, job.model_config)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)
-    export(folder, tensors, files, lambda name, _: weights[name].detach())
+    export(folder, tensors, files, lambda name: weights[name].detach())

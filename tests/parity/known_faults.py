@@ -22,14 +22,15 @@ from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
+from titanlite.verify.harness import measure
+from titanlite.verify.measurements import Mismatch
 from titanlite.verify.table import Row
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: in words, the function it replaces, its replacement, and the rows that show it."""
+    """A mistake: the function it replaces, its replacement, and the rows that show it."""
 
-    summary: str
     target: str
     rows: tuple[Row, ...]
     replacement: Callable[..., Any]
@@ -55,10 +56,16 @@ def fault(target: str, *layouts: str, **columns: str) -> Callable[[Callable[...,
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         name = replacement.__name__.replace("_", "-")
-        FAULTS[name] = Fault(replacement.__doc__ or "", f"titanlite.{target}", rows, replacement)
+        FAULTS[name] = Fault(f"titanlite.{target}", rows, replacement)
         return replacement
 
     return register
+
+
+def measure_with(name: str, *arguments: Any) -> Mismatch:
+    """Measure a row on this rank with the named fault."""
+    with FAULTS[name].put_in():
+        return measure(*arguments)
 
 
 def one_at_a_time(before, run, runner, step, batches, valid_tokens):
