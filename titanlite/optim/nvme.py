@@ -144,7 +144,8 @@ def reserve(folder: str, size: int) -> Any:
             kind = subprocess.check_output(["stat", "-fc%T", folder], text=True).strip()
             if kind in ("tmpfs", "ramfs"):
                 raise OSError(0, f"{kind} is memory, name a folder on a disk")
-            if (free := shutil.disk_usage(folder).free) < size:
+            free = shutil.disk_usage(folder).free
+            if free < size:
                 raise OSError(0, f"{format_bytes(free)} are free")
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError:

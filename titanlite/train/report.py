@@ -102,6 +102,7 @@ class Report:
         memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
+        mfu = 100 * tflops / self.peak if self.peak else None
         record = StepRecord(
             step=step,
             loss=global_loss,
@@ -111,7 +112,7 @@ class Report:
             tokens=tokens,
             tps=tps,
             tflops=tflops,
-            mfu=100 * tflops / self.peak if self.peak else None,
+            mfu=mfu,
             step_seconds=clock.seconds,
             step_seconds_p50=clock.percentile(50),
             step_seconds_p95=clock.percentile(95),
@@ -122,13 +123,17 @@ class Report:
         )
         self.log.info(record.line(job.config.training.steps, memory_percent))
         tags = memory_tags(self.device)
-        retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
-        if warning := retries_warning(retries, self.retries):
-            self.log.warning(warning)
-        self.retries = retries
+        self._warn_of_retries(tags)
         tags |= record.tags() | {f"moe/{name}": value for name, value in of_experts.items()}
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
+
+    def _warn_of_retries(self, tags: Values) -> None:
+        retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
+        warning = retries_warning(retries, self.retries)
+        if warning:
+            self.log.warning(warning)
+        self.retries = retries
 
     def _seconds_left(self, step: int) -> float:
         """Return the time of the steps and validations that are left."""
@@ -180,9 +185,8 @@ class Report:
             try:
                 sink.write(step, values, tags)
             except OSError as error:
-                if (
-                    checkpoint := self.job.config.checkpoint
-                ).enable and checkpoint.on_failure == "stop":
+                checkpoint = self.job.config.checkpoint
+                if checkpoint.enable and checkpoint.on_failure == "stop":
                     raise RunFailed(
                         f'metrics: {error} (checkpoint.on_failure = "warn" would continue)'
                     ) from error
