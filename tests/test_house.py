@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 26_000, "rings 1 and 2": 57_000, "titanlite": 237_000, "tests": 227_000}
+MAX_TOKENS = {"ring 1": 28_000, "rings 1 and 2": 57_000, "titanlite": 237_000, "tests": 227_000}
 """Tokens of scripts/count.py, with room: what is larger than it was meant to be. The checkpoints of
 TorchTitan came before the features that are to go.
 """
@@ -56,7 +56,7 @@ RING_1_MAY_IMPORT = {
         parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel
         parallel.float8 parallel.lora parallel.pipeline_parallel parallel.replica_check
         parallel.replicated
-        optim optim.bf16_state optim.nvme optim.skip train.bad_steps train.chunked_loss
+        optim optim.bf16_state optim.nvme optim.skip
         """,
     "a job is its config, checked": """
         config.load config.needs config.schema config.stages config.rules.check
@@ -71,7 +71,6 @@ RING_1_MAY_IMPORT = {
     "windows are cut from any source": """
         data.mixture data.packing_plan data.sources data.stream data.tokenizer data.trained
         """,
-    "the mesh splits ranks into groups": "parallel.groups",
     "words that all files use": """
         errors models.common models.llama3.hf registry registry.flavor registry.hf registry.lora
         runtime.cluster

@@ -38,7 +38,6 @@ BY_DEFAULT = {  # what a run on one rank lacks: a key that needs it, and a value
     "compile.enable": "compile.backend=eager",
     "quantize.linear.float8.enable": "quantize.linear.float8.recipe_name=rowwise",
     "training.dataloader.num_workers": "training.dataloader.prefetch_factor=3",
-    "a streamed data set": "training.dataloader.stall_timeout_seconds=5.0",
     "token shards": "training.dataloader.token_dtype=uint16",
     "checkpoint.enable": "checkpoint.interval=7",
     "checkpoint.enable or initial_load_path": "checkpoint.exclude_from_loading=['data']",

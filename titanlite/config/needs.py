@@ -6,8 +6,6 @@ its default.
 --help and docs/config.md name the conditions.
 """
 
-from typing import Any
-
 from titanlite.config.schema import NEEDS, JobConfig, is_set, value_of
 from titanlite.layout import Batch, Layout
 
@@ -18,15 +16,6 @@ STREAMS = ("c4", "c4_test", "c4_validation")
 def is_streamed(dataset: str) -> bool:
     """Return whether a data set is streamed from the Hugging Face hub."""
     return dataset in STREAMS or "/" in dataset
-
-
-def streamed(config: Any) -> list[tuple[str, str]]:
-    """Return the sections that read a streamed data set, with its name."""
-    training, validation = config.training, config.validation
-    datasets = {} if training.mixture else {"training": training.dataset}
-    if validation.enable:
-        datasets["validation"] = validation.dataset
-    return [(section, name) for section, name in datasets.items() if is_streamed(name)]
 
 
 def without(need: str) -> str:
@@ -77,7 +66,6 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
     on_spike = fault.on_spike if fault.spike_sigma else "warn"
     return {
         "steps of decay": decays,
-        "a streamed data set": bool(streamed(config)),
         "token shards": any(name == "tokens" for name, _ in _sources(config)),
         'activation_checkpoint.mode "selective"': mode == "selective",
         'activation_checkpoint.mode "memory_budget"': mode == "memory_budget",

@@ -97,11 +97,6 @@ class Dataloader(Section):
         int, Field(ge=1, le=1024), Only("training.dataloader.num_workers")
     ] = 2
     """Batches that each worker process reads ahead."""
-    stall_timeout_seconds: Annotated[
-        float, Field(gt=0, le=31_536_000), Only("a streamed data set")
-    ] = 10.0
-    """Time without data after which a streamed data set is reopened, up to five times, and named in
-    the log."""
     token_dtype: Annotated[
         Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Only("token shards")
     ] = ""

@@ -148,8 +148,6 @@ def _describe_validation(trainer: Trainer) -> str:
     cost, job = trainer.report.validation, trainer.job
     freq = min(job.config.validation.freq, job.config.training.steps)
     every = f"every {freq:,} steps" if freq > 1 else "after each step"
-    if not cost.batches:
-        return f"a stream to its end, {every}"
     size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
     share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
     return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"

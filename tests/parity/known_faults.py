@@ -22,14 +22,15 @@ from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
+from titanlite.verify.harness import measure
+from titanlite.verify.measurements import Mismatch
 from titanlite.verify.table import Row
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: in words, the function it replaces, its replacement, and the rows that show it."""
+    """A mistake: the function it replaces, its replacement, and the rows that show it."""
 
-    summary: str
     target: str
     rows: tuple[Row, ...]
     replacement: Callable[..., Any]
@@ -55,10 +56,16 @@ def fault(target: str, *layouts: str, **columns: str) -> Callable[[Callable[...,
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         name = replacement.__name__.replace("_", "-")
-        FAULTS[name] = Fault(replacement.__doc__ or "", f"titanlite.{target}", rows, replacement)
+        FAULTS[name] = Fault(f"titanlite.{target}", rows, replacement)
         return replacement
 
     return register
+
+
+def measure_with(name: str, *arguments: Any) -> Mismatch:
+    """Measure a row on this rank with the named fault."""
+    with FAULTS[name].put_in():
+        return measure(*arguments)
 
 
 def one_at_a_time(before, run, runner, step, batches, valid_tokens):
@@ -100,7 +107,7 @@ def combine_unsorted(places, received, total):
     return places(received, total)[0], torch.arange(total), received.sum(0)
 
 
-@fault("parallel.balance.Balance.end_step", "dp2", variant="bias")
+@fault("parallel.balance.ExpertLoad.end_step", "dp2", variant="bias")
 def counts_per_rank(end_step, *call):
     """biases follow the choices of each rank's own tokens"""
     with patch.object(dist, "all_reduce", lambda *args, **how: None):
@@ -153,7 +160,7 @@ def divided_twice(set_sums, model, context, experts):
     set_sums(model, context, experts)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(context.job.layout.batch))
+            module.set_gradient_divide_factor(float(context.job.layout.data_parallel))
 
 
 @fault("parallel.init.fill", "dp2", "replicate4")
@@ -363,7 +370,7 @@ def positions_guessed(positions, batch):
     return positions(batch) if is_first else positions_restart(positions, batch)
 
 
-@fault("parallel.pipeline_parallel.split", "pp2")
+@fault("parallel.pipeline_parallel.cut", "pp2")
 def blocks_swapped(split, model, spec, stages):
     """two stages have each other's blocks"""
 
