@@ -60,7 +60,8 @@ RING_1_MAY_IMPORT = {
         """,
     "a job is its config, checked": """
         config.load config.needs config.schema config.stages config.rules.check
-        config.rules.data config.rules.parallel config.rules.pipeline config.rules.run
+        config.rules.data config.rules.lacks config.rules.parallel config.rules.pipeline
+        config.rules.run
         """,
     "the trainer starts, saves, validates, logs and stops": """
         checkpoint.folder checkpoint.hf.export checkpoint.manifest checkpoint.resume

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tests.messages import refused, says
+from tests.messages import says
 from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.config.schema import value_of
+from titanlite.config.section import value_of
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
 from titanlite.models.common import RopeScaling
@@ -240,8 +240,7 @@ def test_the_device_that_was_found_is_used_but_not_saved():
         return job_from(parse_command_line([*argv], {}), world=1, training=True, device="cpu")
 
     assert found().config.job.device == "cpu" and found().given.job.device == "auto"
-    with refused("training.dataloader.pin_memory", kind=ConfigError):
-        found("--training.dataloader.pin_memory")
+    assert "training.dataloader.pin_memory" in found("--training.dataloader.pin_memory").idle
 
 
 def test_invalid_fields_have_their_defaults_while_others_are_read():

@@ -2,7 +2,7 @@
 
 from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.schema import JobConfig
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
@@ -131,14 +131,6 @@ def _mixtures_add_up(config: JobConfig) -> Refusals:
             "training.mixture",
             f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
         )
-    if not training.repeat:
-        yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
-    for name in ("dataset", "dataset_path"):
-        if getattr(training, name) != KEYS[f"training.{name}"].default:
-            yield (
-                f"training.{name}",
-                f"every source of training.mixture has its own {name}; remove the key",
-            )
     for number, part in enumerate(parts, 1):
         if why := _path_fault(part.dataset, part.dataset_path):
             yield "training.mixture", f"entry {number}: {why}"
