@@ -55,5 +55,7 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
         cos, sin = rotations.unbind(-1)
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+        rotated = torch.view_as_real(
+            torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
+        )
     return rotated.flatten(-2).to(x.dtype)
