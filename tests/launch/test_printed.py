@@ -66,7 +66,7 @@ def normalized(text: str, folder: Path) -> str:
         r"(?m)^    .+:\d+ in .*\n": "",  # a frame
         r"\w+, in \S+:\d+ in \S+": "sleeping, in FILE:N in NAME",
         r"torch \S+,": "torch N,",
-        r"\b[0-9a-f]{16}\+\w+": "N",
+        r"(?<=fingerprint )[0-9a-f]{16}": "N",
         r"(?<![A-Za-z\d])\d+(?:[-_.,:]\d+)*(?:e[+-]\d+)?": "N",
         r"[KMGT]iB": "iB",
         r"(?<=\S) {2,}": "  ",
