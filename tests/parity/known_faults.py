@@ -267,10 +267,12 @@ def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
 @fault("optim.grad_norm._norm", "tp2")
 def replicas_counted(norm, gradients, p):
     """the norm counts a parameter once for each rank that holds all of it"""
+    first = gradients[0]
     copies = 1
-    if isinstance(gradients[0], DTensor):
-        for size, placement in zip(gradients[0].device_mesh.shape, gradients[0].placements, strict=False):
-            copies *= size if placement.is_replicate() else 1
+    if isinstance(first, DTensor):
+        for dimension, placement in enumerate(first.placements):
+            if placement.is_replicate():
+                copies *= first.device_mesh.size(dimension)
     return norm(gradients, p) * copies ** (1 / p)
 
 
