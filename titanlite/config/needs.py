@@ -9,6 +9,7 @@ its default.
 from typing import Any
 
 from titanlite.config.schema import NEEDS, JobConfig, is_set, value_of
+from titanlite.config.urls import is_url
 from titanlite.layout import Batch, Layout
 
 STREAMS = ("c4", "c4_test", "c4_validation")
@@ -86,7 +87,7 @@ def _conditions(config: JobConfig) -> dict[str, bool]:
         "no module_fqns_per_model_part": not parallelism.module_fqns_per_model_part,
         "context parallel": parallelism.context_parallel_degree > 1,
         "checkpoint.enable or initial_load_path": bool(saving.enable or saving.initial_load_path),
-        "checkpoints on s3, gs or az": saving.folder.startswith(("s3:", "gs:", "az:")),
+        "checkpoints on s3, gs or az": is_url(saving.folder),
         "a checkpoint to verify": saving.enable
         or bool(saving.initial_load_path and not saving.initial_load_in_hf),
         "traces or snapshots": profiling.enable_profiling or profiling.enable_memory_snapshot,

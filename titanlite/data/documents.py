@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titanlite.config.urls import COPY_FIRST
+from titanlite.config.urls import COPY_FIRST, is_url
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
 
@@ -113,7 +113,7 @@ def text_files(origin: str, path: str, value: str | None = None) -> Documents:
     `origin` is the config key, with its value, or the argument to name in an error.
     """
     root = Path(path)
-    if "://" in path:
+    if is_url(path):
         raise UserError(COPY_FIRST, origin, value)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):
