@@ -1,16 +1,14 @@
 """Rules of data sets, batches and sequence lengths."""
 
-from titanlite.config.needs import is_streamed, streamed
+from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import KEYS, JobConfig, is_set
+from titanlite.config.schema import JobConfig
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, is_url, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
 BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
-RETRIES = 5
-"""Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
 
 
 def apply_rules(check: Check, layout: Layout | None, shape: ModelDims | None) -> None:
@@ -29,13 +27,13 @@ def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | Non
     one.
     """
     local, total = config.training.local_batch_size, config.training.global_batch_size
-    unit = local * layout.batch
+    unit = local * layout.data_parallel
     if total == -1 or total % unit == 0:
-        return Batch(local, layout.batch, max(1, total // unit))
+        return Batch(local, layout.data_parallel, max(1, total // unit))
     below, above = total // unit * unit, (total // unit + 1) * unit
     why = (
         f"must be a multiple of local_batch_size {local} x "
-        f"data-parallel degree {layout.batch} = {unit}"
+        f"data-parallel degree {layout.data_parallel} = {unit}"
     )
     refuse(
         "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
@@ -95,7 +93,12 @@ def _streams_have_limits(config: JobConfig) -> Refusals:
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
             yield "training.mixture", f"entry {number}: {why}; download it and use text, or tokens"
-    found = streamed(config)
+    datasets = {}
+    if not training.mixture:
+        datasets["training"] = training.dataset
+    if config.validation.enable:
+        datasets["validation"] = config.validation.dataset
+    found = [(section, name) for section, name in datasets.items() if is_streamed(name)]
     if found and training.packing == "first-fit":
         section, name = found[0]
         why = (
@@ -106,15 +109,12 @@ def _streams_have_limits(config: JobConfig) -> Refusals:
             "training.packing",
             f'{why}; use "concatenate", with document_mask if documents must not see each other',
         )
-    longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
-    stall, limit = config.fault.stall_seconds, config.comm.train_timeout_seconds
-    key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
-    if found and is_set(config, key) and longest_wait >= (stall or limit):
-        why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        limited = (
-            f"fault.stall_seconds = {stall}" if stall else f"comm.train_timeout_seconds = {limit}"
-        )
-        yield key, f"{why} {limited}; raise that or lower this"
+    for section, name in found:
+        why = f'{section}.dataset = "{name}" is streamed: it repeats, and its length is unknown'
+        if section == "training" and not training.repeat:
+            yield "training.repeat", f"{why}; prepare it, or use true"
+        if section == "validation" and config.validation.steps == -1:
+            yield "validation.steps", f"{why}; name a number of steps"
 
 
 def _mixtures_add_up(config: JobConfig) -> Refusals:
@@ -130,14 +130,6 @@ def _mixtures_add_up(config: JobConfig) -> Refusals:
             "training.mixture",
             f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
         )
-    if not training.repeat:
-        yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
-    for name in ("dataset", "dataset_path"):
-        if getattr(training, name) != KEYS[f"training.{name}"].default:
-            yield (
-                f"training.{name}",
-                f"every source of training.mixture has its own {name}; remove the key",
-            )
     for number, part in enumerate(parts, 1):
         if why := _path_fault(part.dataset, part.dataset_path):
             yield "training.mixture", f"entry {number}: {why}"
