@@ -514,7 +514,6 @@ IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
         ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], ["parrot", "Hugging"]),
         ([*PARROT, *IN_HF], ["--format safetensors"]),
         ([*TINY, *IN_HF, "--checkpoint.no_initial_load_model_only"], ["weights only"]),
-        ([*TINY, "--checkpoint.enable", PINNED], ["job.device"]),
     ],
 )
 def test_contradicting_keys_are_refused(words, named):

@@ -3,6 +3,7 @@ manifest is, and every copy is verified.
 """
 
 import shutil
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.lanes import sample
 from tests.messages import says
 from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
-from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest
+from titanlite.checkpoint.manifest import MANIFEST, read_manifest
 from titanlite.checkpoint.owner import ASIDE, Owner
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import delete, exists, list_folder, write
@@ -78,21 +79,27 @@ def test_a_damaged_checkpoint_is_not_copied_in_either_direction(saved, tool, url
     assert not exists(place(f"{url}/step-2/{MANIFEST}"))
 
     tool("checkpoint cp", saved, url)
-    proxy.fail(f"GET .*step-2/{file.name}", flip=99)
+    attempt = read_manifest(place(f"{url}/step-2")).attempt
+    proxy.fail(f"GET .*step-2/{attempt}/{file.name}", flip=99)
     back = tool("checkpoint cp", url, tmp_path / "back", code=2)
-    says(back, f"{url}/step-2/{file.name}: ")
+    says(back, f"{url}/step-2/{attempt}/{file.name}: ")
     assert not [*(tmp_path / "back").glob("**/*step-*")]
-    says(tool("checkpoint verify", url, code=1), f"{url}/step-2/{file.name}: checksum")
+    says(tool("checkpoint verify", url, code=1), f"{url}/step-2/{attempt}/{file.name}: checksum")
 
 
-def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, url, tmp_path):
-    shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
-    source, target = tmp_path / "step-2", place(f"{url}/step-2")
-    transfer.copy_files(source, target, read_manifest(source).files.items())
-    source.rename(tmp_path / "archived")
-    with pytest.raises(CorruptCheckpoint):
-        transfer.end(source, target)
-    assert MANIFEST not in list_folder(target)
+def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(
+    saved, tool, url, tmp_path, monkeypatch
+):
+    source = shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
+    copy_files = transfer.copy_files
+
+    def copy_and_move(*arguments: Any) -> None:
+        copy_files(*arguments)
+        source.rename(tmp_path / "archived")
+
+    monkeypatch.setattr(transfer, "copy_files", copy_and_move)
+    says(tool("checkpoint cp", source, url, code=2), source)
+    assert list_folder(place(f"{url}/step-2")) and not exists(place(f"{url}/step-2/{MANIFEST}"))
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ A name is not enough, since a folder may get other weights. So the checkpoint ha
 the base's files, and whoever reads the base compares it.
 """
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects
 
 _KEY = "checkpoint.initial_load_path (checkpoint export: --base)"
@@ -46,8 +45,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     is_whole = resume.continues or resume.exclude or not folder.settings.enable
     if is_whole or resume.foreign or not job.config.lora.rank or not resume.folder:
         return None
-    start = resume.folder if is_remote(resume.folder) else os.path.abspath(resume.folder)
-    return Base(str(start), fingerprint(resume.folder, folder.group))
+    return Base(str(resume.folder.absolute()), fingerprint(resume.folder, folder.group))
 
 
 class BaseWeights:

@@ -133,6 +133,20 @@ def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> 
         raise
 
 
+def publish_step(
+    staging: Path, target: Path, manifest: Manifest, confirm: Callable[[], object] = object
+) -> None:
+    """Give a step its manifest and its name; raise if its files are not those of the manifest."""
+    store.write(staging / MANIFEST, manifest.render())
+    problems = faults(staging, manifest)
+    if problems:
+        raise OSError("; ".join(problems))
+    if staging.parent == target:  # in a bucket
+        manifest = replace(manifest, attempt=staging.name)
+    confirm()
+    store.publish(staging, target, MANIFEST, manifest.render())
+
+
 class Alone:
     """What DCP asks of storage, and a rank that plans alone has no need of."""
 
@@ -198,16 +212,9 @@ class Writer(Alone, dcp.StorageWriter):
         for name, document in content.make_documents(payloads).items():
             store.write(staging / name, document)
             files[name] = File(len(document), zlib.crc32(document))
-        manifest = Manifest(content.step, content.weights_only, files, tensors, base=content.base)
-        rendered = manifest.render()
-        store.write(staging / MANIFEST, rendered)
-        problems = faults(staging, manifest)
-        if problems:
-            raise OSError("; ".join(problems))
-        if staging.parent == self._target:
-            rendered = replace(manifest, attempt=staging.name, run=content.run).render()
-        content.confirm()
-        store.publish(staging, self._target, MANIFEST, rendered)
+        manifest = Manifest(content.step, content.weights_only, files, tensors)
+        manifest = replace(manifest, base=content.base, run=content.run)
+        publish_step(staging, self._target, manifest, content.confirm)
         point_latest(self._root, content.step)
 
     def finish(self, metadata: Any, results: Any) -> None: ...

@@ -139,7 +139,7 @@ def named_latest(root: Path) -> int | None:
     """Return the step that `latest` names; None without such a file."""
     if not store.exists(root / LATEST):
         return None
-    return step_of(store.read(root / LATEST).decode().strip())
+    return step_of(store.read(root / LATEST).decode(errors="replace").strip())
 
 
 def committed(root: Path) -> list[int]:

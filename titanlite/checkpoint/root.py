@@ -12,6 +12,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import tomllib
+from titanlite.config.urls import is_url
 from titanlite.runtime import store
 from titanlite.runtime.bucket import Uploads, place
 
@@ -19,7 +20,7 @@ from titanlite.runtime.bucket import Uploads, place
 def checkpoint_root(config: JobConfig) -> Path:
     """Return where a run saves; in a bucket, with the config's bounds of an upload."""
     given = config.checkpoint
-    if "://" not in given.folder:
+    if not is_url(given.folder):
         return Path(config.job.dump_folder, given.folder)
     # Before the other ranks give up: the error names the object.
     limit = 0.9 * config.comm.checkpoint_timeout_seconds
@@ -31,7 +32,7 @@ def saved_root(dump_folder: Path) -> str:
     """Return where the run in a dump folder saves its checkpoints, by its config."""
     try:
         folder = tomllib.loads(store.read(dump_folder / CONFIG).decode())["checkpoint"]["folder"]
-        return folder if "://" in folder else f"{dump_folder / folder}"
+        return folder if is_url(folder) else f"{dump_folder / folder}"
     except (OSError, ValueError, LookupError, TypeError):  # no config, or none of a run
         return f"{dump_folder}/checkpoint"
 

@@ -5,7 +5,6 @@ A launcher forks, and may not open a bucket: at the start another process looks 
 0 writes down each save.
 """
 
-import re
 import sys
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.schema import JobConfig
+from titanlite.config.urls import is_url
 from titanlite.errors import command_line
 from titanlite.observe.run_folder import METRICS, archive_previous_files
 from titanlite.runtime import bucket, lock, store
@@ -32,7 +32,7 @@ and when it was saved; 0 for one that was found there."""
 
 
 def in_bucket(config: JobConfig) -> bool:
-    return "://" in config.checkpoint.folder
+    return is_url(config.checkpoint.folder)
 
 
 def look(config: JobConfig) -> None:
@@ -126,8 +126,9 @@ def finished_message(config: JobConfig) -> str:
 def _was_validated(config: JobConfig) -> bool:
     """Whether the metrics have a validation of the last step."""
     file = Path(config.job.dump_folder, METRICS)
-    text = file.read_text("utf-8", "replace") if file.exists() else ""
-    return bool(re.search(rf'"step": {config.training.steps},.*"validation_loss"', text))
+    lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
+    step = f'"step": {config.training.steps},'
+    return any(step in line and '"validation_loss"' in line for line in lines)
 
 
 def command_for(config: JobConfig, command: str, *words: str) -> str:

@@ -18,13 +18,11 @@ from titanlite.checkpoint.manifest import (
     File,
     Manifest,
     committed,
-    faults,
     is_complete,
     named_latest,
     read_manifest,
     step_folder,
 )
-from titanlite.errors import some_of
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
 from titanlite.runtime.bucket import BucketError, is_remote
@@ -33,11 +31,11 @@ _IN_USE = ".in-use"
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps in a bucket. A list without the step that `latest` names is not believed
+    """Return the steps in a place. A list without the step that `latest` names is not believed
     where that step is there.
     """
     found = committed(root)
-    newest = named_latest(root) if is_remote(root) else None
+    newest = named_latest(root)
     if newest is not None and newest not in found:
         folder = step_folder(root, newest)
         if store.exists(folder / MANIFEST):
@@ -123,15 +121,7 @@ def _copy_file(path: Path, target: Path, file: File) -> None:
 
 def is_copy(source: Path, target: Path) -> bool:
     """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
-    return is_complete(target) and store.read(target / MANIFEST) == flat_manifest(source)
-
-
-def end(source: Path, target: Path) -> None:
-    """Put the manifest of a step whose files are in the bucket."""
-    manifest = read_manifest(source, outline=True)  # it may be gone by now: then nothing is put
-    if problems := faults(target, replace(manifest, attempt="")):
-        raise CorruptCheckpoint(f"{target} is not as it was written:{some_of(problems)}")
-    store.write(target / MANIFEST, flat_manifest(source))
+    return is_complete(target) and flat_manifest(target) == flat_manifest(source)
 
 
 def flat_manifest(folder: Path) -> bytes:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.section import Condition, MeshCondition, value_of
 from titanlite.config.stages import SINGLE
+from titanlite.config.urls import is_url
 
 if TYPE_CHECKING:
     from titanlite.config.schema import JobConfig
@@ -111,7 +112,7 @@ LOADING = Condition(
 )
 IN_BUCKET = Condition(
     "without checkpoints on s3, gs or az",
-    lambda config: config.checkpoint.folder.startswith(("s3:", "gs:", "az:")),
+    lambda config: is_url(config.checkpoint.folder),
 )
 VERIFIABLE = Condition("without a checkpoint to verify", _verifies)
 AUTO_INTERVAL = _set_to("checkpoint.interval", "auto")

@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titanlite.config.urls import COPY_FIRST
+from titanlite.config.urls import COPY_FIRST, is_url
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, first_line, install_command
 
@@ -110,7 +110,7 @@ def standard_library(held_out: bool) -> Documents:
 def text_files(key: str, path: str) -> Documents:
     """Find a text file, or all below a folder; `key` is what to name in an error."""
     root = Path(path)
-    if "://" in path:
+    if is_url(path):
         raise UserError(COPY_FIRST, key, path)
     if root.is_file():
         if not root.name.endswith(SUFFIXES):

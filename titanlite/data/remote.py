@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.urls import is_url
 from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, Shard, parse_manifest
 from titanlite.errors import OK, RunFailed, UserError, print_notice
 from titanlite.runtime import store
@@ -26,7 +27,7 @@ def folder_of(key: str, path: str) -> Path:
 
     `key` is the config section to name in an error.
     """
-    if "://" not in path:
+    if not is_url(path):
         return Path(path)
     try:
         return _fetch_index(path)

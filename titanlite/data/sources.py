@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.needs import STREAMS
+from titanlite.config.urls import is_url
 from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
@@ -43,7 +44,7 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
             raise UserError(why, f"{key}.dataset_path", path)
         return replace(chats, text_key="messages" if text_key == "text" else text_key)
     if name == "tokens":
-        if "://" not in path and not os.path.exists(path):
+        if not is_url(path) and not os.path.exists(path):
             raise UserError("there is no such folder or file", f"{key}.dataset_path", path)
         return None
     hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
@@ -79,7 +80,7 @@ def open_source(
 
 def open_shards(key: str, path: str, vocab_size: int, end: int, raw_type: str = "") -> ShardSource:
     """Open a folder of shards, or a URL of one."""
-    remote = Remote(path) if "://" in path else None
+    remote = Remote(path) if is_url(path) else None
     return ShardSource(key, folder_of(key, path), vocab_size, end, remote, raw_type)
 
 

@@ -16,6 +16,7 @@ from titanlite.config.job import Job
 from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.schema import JobConfig
+from titanlite.config.urls import is_url
 from titanlite.errors import UserError, first_line, format_bytes
 from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
 from titanlite.launch.start import check_start
@@ -119,7 +120,7 @@ def file_faults(loaded: Loaded) -> list[ConfigFault]:
     config, found = loaded.config, list[ConfigFault]()
     assets = config.model.hf_assets_path
     checks = list[tuple[Any, ...]]()
-    if "://" not in assets and not is_model_alone(Path(assets)):  # which token shards allow
+    if not is_url(assets) and not is_model_alone(Path(assets)):  # which token shards allow
         checks.append((load_tokenizer, assets))
     for section, part in _datasets(config):
         if is_streamed(part.dataset):

@@ -14,6 +14,7 @@ from titanlite.checkpoint.rules import require_step
 from titanlite.checkpoint.status import in_bucket, times
 from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
+from titanlite.config.urls import is_url
 from titanlite.errors import UserError
 
 
@@ -31,7 +32,7 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
-    elif "://" in settings.initial_load_path + saved_root(path):
+    elif is_url(settings.initial_load_path) or is_url(saved_root(path)):
         return  # no bucket is opened here
     elif settings.initial_load_path and not steps:
         newest = path if settings.initial_load_in_hf else newest_of(path)

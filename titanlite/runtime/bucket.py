@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import uuid4
 
-from titanlite.config.urls import LEGAL_URLS, split_url
+from titanlite.config.urls import LEGAL_URLS, is_url, split_url
 from titanlite.errors import OK, UserError, print_notice
 from titanlite.runtime.store_credentials import options_of
 from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
@@ -205,6 +205,9 @@ class BucketPath:
     def parent(self) -> BucketPath:
         return BucketPath(self.bucket, self.key.rpartition("/")[0])
 
+    def absolute(self) -> BucketPath:
+        return self
+
     def iterdir(self) -> Iterator[BucketPath]:
         found = self.bucket.call("list_with_delimiter", self.key)
         for key in found["common_prefixes"]:
@@ -252,7 +255,7 @@ class BucketPath:
 
 def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:
     """Return a folder, or a place in a bucket with the methods of one."""
-    if "://" not in text:
+    if not is_url(text):
         return Path(text)
     if not (found := split_url(text)):
         raise BucketError(f"{text}: legal: {LEGAL_URLS}")
@@ -267,7 +270,7 @@ def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
 
 def local_folder(text: str) -> Path:
     """Return a folder of this machine, where no URL is accepted."""
-    if "://" in text:
+    if is_url(text):
         raise UserError(f"{text}: legal: a folder here, which the store's own command can upload")
     return Path(text)
 

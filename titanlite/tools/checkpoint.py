@@ -27,7 +27,7 @@ from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, local_folder, place
+from titanlite.runtime.bucket import local_folder, place
 from titanlite.tools.checkpoint_cp import copy
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.load import (
@@ -74,9 +74,8 @@ def _ls(arguments: Namespace) -> int:
             f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
         )
         state += _describe_base(manifest)
-        if manifest or not is_remote(folder):
-            dated = folder / MANIFEST if is_remote(folder) else folder
-            age = _age(time.time() - store.modified(dated))
+        if store.exists(folder / MANIFEST):
+            age = _age(time.time() - store.modified(folder / MANIFEST))
         rows.append((folder.name, size, mesh, age, state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint import transfer
@@ -11,6 +12,7 @@ from titanlite.checkpoint.manifest import (
     is_complete,
     is_foreign,
     point_latest,
+    read_manifest,
     step_folder,
 )
 from titanlite.config.checkpoint_schema import Checkpoint
@@ -52,7 +54,7 @@ def _where_a_run_looks(folder: Path) -> Path:
 
 def _copy(source: Path, root: Path) -> None:
     """Copy a checkpoint into a folder of them, unless it is there."""
-    from titanlite.checkpoint.commit import staging_folder
+    from titanlite.checkpoint.commit import publish_step, staging_folder
 
     manifest = whole_manifest(source)
     target = step_folder(root, manifest.step)
@@ -61,18 +63,13 @@ def _copy(source: Path, root: Path) -> None:
         return
     if store.exists(target / MANIFEST if is_remote(root) else target):
         raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
-    files = track_files(manifest.files.items())
-    home = source / manifest.attempt
-    if is_remote(root):
-        transfer.remove(target)
-        transfer.copy_files(home, target, files)
-        transfer.end(source, target)
-    else:
-        store.make_folder(root)
-        with staging_folder(target, None, "the copy") as staging:
-            transfer.copy_files(home, staging, files)
-            store.write(staging / MANIFEST, transfer.flat_manifest(source))
-            store.publish(staging, target)
+    store.delete(target)  # what a killed copy left in a bucket
+    store.make_folder(root)
+    with staging_folder(target, None, "the copy") as staging:
+        files = track_files(manifest.files.items())
+        transfer.copy_files(source / manifest.attempt, staging, files)
+        manifest = read_manifest(source)  # it may be gone by now: then nothing is published
+        publish_step(staging, target, replace(manifest, attempt=""))
     if manifest.step == committed(root)[-1]:
         point_latest(root, manifest.step)
     base = f"; its base stays in {manifest.base.folder}" if manifest.base else ""

@@ -16,6 +16,7 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
+from titanlite.config.urls import is_url
 from titanlite.data.documents import SUFFIXES, Documents, text_files
 from titanlite.data.prepare import prepare, staging_folder
 from titanlite.data.remote import folder_of
@@ -153,7 +154,7 @@ def _options(place: str) -> list[str]:
     kind, masked = "text", ["--training.document_mask"]
     path = Path(place)
     files = list(path.iterdir()) if path.is_dir() else [path]
-    if "://" in place:
+    if is_url(place):
         kind = "tokens"
     elif any(file.suffix in (".bin", ".npy") for file in files):
         kind, masked = "tokens", masked if read_manifest(path) else []

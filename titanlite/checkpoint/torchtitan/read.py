@@ -28,7 +28,6 @@ from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.errors import UserError, first_line, some_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box, ModelSpec
-from titanlite.runtime.bucket import is_remote
 
 Wanted = Mapping[str, tuple[Box, torch.Tensor]]
 """By key, the region to read and the tensor to fill with it."""
@@ -145,8 +144,8 @@ class TorchTitanCheckpoint:
     base = None  # it holds all weights
 
     def __init__(self, path: Path, spec: ModelSpec, flavor: Any) -> None:
-        is_file = not is_remote(path) and path.is_file()
-        self.path, self._source = path, File(path) if is_file else Folder(path)
+        self.path = path
+        self._source = File(path) if path.is_file() else Folder(path)
         self._names = Names(spec, flavor)
         self.tensors: dict[str, Stored] = {}
         """Those of weights, and of the optimizer for each weight."""

@@ -3,7 +3,7 @@
 from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.schema import JobConfig
-from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
+from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, is_url, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
@@ -80,10 +80,9 @@ def _path_fault(name: str, path: str) -> str:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
-    is_url = "://" in path
-    if is_url and name != "tokens":
+    if is_url(path) and name != "tokens":
         return COPY_FIRST
-    if is_url and not split_url(path):
+    if is_url(path) and not split_url(path):
         return f"legal: a folder here, or {LEGAL_URLS}"
     return ""
 

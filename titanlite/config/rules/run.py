@@ -9,7 +9,7 @@ from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, is_set
 from titanlite.config.section import value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, STATES
-from titanlite.config.urls import LEGAL_URLS, split_url
+from titanlite.config.urls import LEGAL_URLS, is_url, split_url
 from titanlite.errors import UserError
 from titanlite.registry import (
     ModelDims,
@@ -216,7 +216,7 @@ def _folders_are_inside_the_dump_folder(config: JobConfig) -> Refusals:
     taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
     for key in _FOLDERS:
         path = value_of(config, key)
-        if key == "checkpoint.folder" and "://" in path:
+        if key == "checkpoint.folder" and is_url(path):
             continue
         folder = PurePosixPath(path)
         parts = folder.parts
@@ -259,7 +259,7 @@ def _states_have_names_of_here(config: JobConfig) -> Refusals:
 def _stores_are_legal(config: JobConfig) -> Refusals:
     settings = config.checkpoint
     places = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
-    places = {name: place for name, place in places.items() if "://" in place}
+    places = {name: place for name, place in places.items() if is_url(place)}
     for name, url in places.items():
         if not split_url(url):
             yield f"checkpoint.{name}", f"legal: {LEGAL_URLS}"
