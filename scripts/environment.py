@@ -1,10 +1,7 @@
 """Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if
 needed.
 
-    python scripts/environment.py [--dev | --browser]
-
---browser is --dev with what the test of the planner's page needs: the package playwright, and a
-Chromium, which it installs where apt-get can.
+    python scripts/environment.py [--dev]
 
 Uses only the standard library. When several nodes on a shared disk start at once, one makes
 `.venv`, the others wait."""
@@ -56,12 +53,10 @@ NEEDED_DEV = (
     "torchao",
 )
 START_OVER = f"To start over: rm -r {shlex.quote(str(VENV))}"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> None:
-    browser = "--browser" in sys.argv[1:]
-    dev = browser or "--dev" in sys.argv[1:]
+    dev = "--dev" in sys.argv[1:]
     python = Path(sys.executable)
     if "--check" in sys.argv[1:]:
         sys.exit(not active_can_run(dev))
@@ -71,34 +66,7 @@ def main() -> None:
             with lock():
                 if not can_run(dev):  # another process may have made it while this one waited
                     make(dev)
-    if browser:
-        add_browser(python)
     print(python)
-
-
-def add_browser(python: Path) -> None:
-    """Install the package playwright, without a browser of its own, and the system's Chromium."""
-    if subprocess.run(
-        [python, "-c", "import playwright"], stderr=subprocess.DEVNULL, check=False
-    ).returncode:
-        pip = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "playwright>=1.49",
-        ]
-        run_or_fail(pip, "the package playwright is needed to test the planner's page")
-    if any(map(shutil.which, BROWSERS)):
-        return
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        fail("install Chromium (Debian, as root: apt-get install chromium), or leave out --browser")
-    say("installing Debian's chromium (once; about a minute)")
-    apt = ["apt-get", "-q", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120"]
-    for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium"]):
-        run_or_fail([*apt, *command], "chromium is needed to test the planner's page")
 
 
 def run_or_fail(command: list[str], purpose: str) -> None:

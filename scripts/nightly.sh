@@ -7,7 +7,7 @@ set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$here" || exit
 . scripts/python.sh
-python=$("$python" scripts/environment.py --browser) || exit 2
+python=$("$python" scripts/environment.py --dev) || exit 2
 minutes=${1:-20}
 seed=${TITANLITE_SEED:-$(date +%Y%m%d)}  # other draws every night
 logs=$(mktemp -d)

@@ -504,7 +504,6 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
     assert contents(tmp_path / "named")["config.json"] == contents(target)["config.json"]
 
 
-PINNED = "--checkpoint.async_mode=async_with_pinned_mem"
 IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
 
 

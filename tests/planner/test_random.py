@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.planner.plan_check import MODELS, NAMED, PlanRow, check
+from tests.planner.steps import summed
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError
 from titanlite.planner.depth import _shallow_jobs, plan_ranks
+from titanlite.planner.record import add_up
 from titanlite.planner.rehearse import record_step
 from titanlite.verify.model_under_test import ModelUnderTest, build_job, read_model
 from titanlite.verify.table import Row, choices, is_valid
@@ -79,7 +81,7 @@ def is_extrapolated(job: Job) -> bool:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_two_shallow_rehearsals_equal_a_whole_one(number, tmp_path):
     plan, deep = drawn(number, range(6, 11), tmp_path, is_extrapolated)
-    assert plan_ranks(deep) == [record_step(deep)], plan
+    assert [*map(summed, plan_ranks(deep))] == [summed(add_up(record_step(deep)))], plan
 
 
 @pytest.mark.parametrize("number", NUMBERS)

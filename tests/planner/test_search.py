@@ -1,6 +1,4 @@
-"""What `titanlite plan --search` tries, what it rules out, and what is proposed where a config does
-not fit.
-"""
+"""What `titanlite plan --search` tries, and what it rules out."""
 
 from __future__ import annotations
 
@@ -10,19 +8,16 @@ from pathlib import Path
 import pytest
 from pytest import approx
 
-from tests.jobs import QUIET, TINY, job
+from tests.jobs import TINY, job
 from tests.messages import says
 from tests.planner.steps import H100, plan_step
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
-from titanlite.planner.bounds import FLOAT8, Facts
-from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
-from titanlite.planner.search import Found, changed, changes, measured, search
-from titanlite.planner.speed import speed_of_job
+from titanlite.planner.search import FLOAT8, Found, changed, search
 from titanlite.planner.tables import search_table
 
 CP = "parallelism.context_parallel_degree"
@@ -80,40 +75,8 @@ def test_the_state_that_rules_a_plan_out_is_what_a_rank_keeps_whatever_its_repli
         given = job([*SMALL, f"--{searching.REPLICATE}={replicas}"], 4)
         kept = static_bytes(given)
         state = sum(kept.values()) - kept["buffers"]
-        of_rank = Facts(given, hardware_of(1)).state / given.layout.model_shards
+        of_rank = searching._Model(given).state / given.layout.model_shards
         assert of_rank == approx(state, rel=0.01)
-
-
-@pytest.mark.long
-def test_a_plan_is_ruled_out_as_slow_by_no_more_than_its_estimate():
-    long = ["--training.seq_len=4096"]  # computing takes longest
-    for split in (searching.TP, CP):
-        given = job([*SMALL, *long, f"--{split}=2"], 2)
-        estimate = speed_of_job(given, plan_ranks(given), H100)[0].estimate
-        assert Facts(given, H100).least_seconds(given) <= estimate
-
-
-FULL = "--activation_checkpoint.mode=full"
-
-
-@pytest.mark.parametrize(
-    ("words", "world"),
-    [
-        ("--model.freeze=['tok_embeddings.*','layers.*','norm.*']", 1),
-        (f"--model.freeze=['tok_embeddings.*','layers.?.*','layers.1[0-4].*'] {FULL}", 1),
-        pytest.param(f"--{searching.TP}=4 {FULL}", 4, marks=pytest.mark.long),
-    ],
-)
-def test_limits_are_no_more_than_what_is_rehearsed_with_frozen_parts_and_split_activations(
-    words, world
-):
-    """Where blocks' inputs take most memory, and computing most time."""
-    sizes = "dim=512 n_layers=16 n_heads=4 n_kv_heads=4 hidden_dim=256".split()
-    wide = [*QUIET, *(f"--model.overrides.{size}" for size in sizes), "--training.seq_len=512"]
-    given = job([*wide, "--training.local_batch_size=32", *words.split()], world)
-    facts, ranks = Facts(given, H100), plan_ranks(given)
-    assert facts.least_bytes(given) <= fullest(ranks).peak
-    assert facts.least_seconds(given) <= speed_of_job(given, ranks, H100)[0].estimate
 
 
 def test_what_float8_needs_says_nothing_of_plans_without_it():
@@ -160,8 +123,7 @@ def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_
     assert not [word for word in ("reached", "ruled", "measured") if word in above]
     assert "assumed" not in assumed
     counts = {"rehearsed": 2, "ruled out": 1, "not reached in time": 7}
-    timed = Found([replace(best[0], measured=0.25), *best], counts)
-    says(search_table(timed, H100, 4), "measured", " 0.250 ", "2 rehearsed", "1 ruled", "7 not")
+    says(search_table(Found(best, counts), H100, 4), "2 rehearsed", "1 ruled", "7 not")
 
 
 def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
@@ -176,41 +138,14 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
 
 
 @pytest.mark.long
-def test_the_fastest_by_estimate_that_fits_comes_first_and_measuring_ranks_anew():
+def test_the_fastest_that_fit_come_first_and_what_needs_more_than_one_that_does_not_is_left_out():
     given = job([*SMALL, "--training.global_batch_size=2"], 1)
     everything = search(given, H100, max_seconds=1000, most=1000)
-    assert everything.counts["ruled out"] and not everything.counts["not reached in time"]
-    facts = Facts(given, H100)
-    assert all(facts.least_seconds(one.job) <= one.speed.estimate for one in everything.best)
-    estimates = [one.speed.estimate for one in everything.best]
-    assert estimates == sorted(estimates) and len(estimates) == everything.counts["rehearsed"]
+    assert not everything.counts["ruled out"] and not everything.counts["not reached in time"]
+    order = [one.speed.order for one in everything.best]
+    assert order == sorted(order) and len(order) == everything.counts["rehearsed"]
     peaks = sorted(one.peak for one in everything.best)
     usable = peaks[len(peaks) // 4]
     some = search(given, hardware_of(usable), max_seconds=1000, most=1000)
-    # What recomputes more than a plan that fits is ruled out, and tried where that one does not.
-    fitting = {one.option for one in everything.best if one.peak <= usable}
-    assert some.counts["ruled out"] and {one.option for one in some.best} >= fitting
-    assert all(one.peak <= usable for one in some.best)
-    slowest_first = iter([3.0, 1.0, 2.0])
-    ranked = measured(everything, 3, lambda settings: next(slowest_first))
-    assert [c.measured for c in ranked.best[:4]] == [1.0, 2.0, 3.0, 0.0]
-    assert [c.option for c in ranked.best[:3]] == [everything.best[n].option for n in (1, 2, 0)]
-
-
-@pytest.mark.long
-def test_changes_are_rehearsed_and_fit():
-    given = job(SMALL, 1)
-    hardware = hardware_of(plan_step(given).peak - 1)
-    found = changes(given, hardware)
-    assert 1 <= len(found) <= 3
-    for change in found:
-        other = changed(given, change.settings)
-        assert other and plan_step(other).peak == change.peak <= hardware.usable_bytes
-        assert change.speed.bound > 0 and change.option.startswith("--")
-
-
-@pytest.mark.nightly
-def test_8b_on_one_gpu_needs_more_gpus():
-    found = changes(llama("llama_8b.toml", 1), H100)
-    worlds = [change.option.partition("--world ")[2] for change in found]
-    assert worlds == ["2"]
+    fitting = [one.settings for one in everything.best if one.peak <= usable]
+    assert some.counts["ruled out"] and [one.settings for one in some.best] == fitting

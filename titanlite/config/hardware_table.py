@@ -28,7 +28,7 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
                 f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}"
             )
         _lay_over(table, above, f"{file}: ")
-        for section in ("gpu", "node", "efficiency"):
+        for section in ("gpu", "node"):
             if wrong := [
                 name for name, entry in table[section].items() if not isinstance(entry, dict)
             ]:

@@ -45,8 +45,6 @@ _COLLECTIVES = {
     "send-receive": "send",
 }
 _KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
-_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
-"""DTensor's collectives are functional."""
 FLOPS = dict(flop_registry)
 
 
@@ -253,12 +251,7 @@ class Counting(TorchDispatchMode):
         flops = count(*args, **kwargs, out_val=result) if count else 0
         if collective or flops or moved:
             dtype = _name(_tensors(args)[0].dtype) if flops else ""
-            # FSDP2 copies parameters out of what it gathered where it needs them, one gather after
-            # the other.
-            awaits = func.namespace == "fsdp" and name == "split_with_sizes_copy"
-            is_fsdp = func.namespace == "c10d" and name in _FSDP
-            operation = Operation(self.phase, 0, flops, dtype, moved, collective, awaits, is_fsdp)
-            self._record(replace(operation, name=name))
+            self._record(Operation(self.phase, 0, flops, dtype, moved, collective))
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
@@ -288,7 +281,7 @@ class Counting(TorchDispatchMode):
             copy = tensor.clone()
         self._see(copy.untyped_storage(), use)
         sent = Collective(kind, "host", 1, _name(tensor.dtype), tensor.nbytes)
-        self._record(Operation(self.phase, 0, collective=sent, name=kind))
+        self._record(Operation(self.phase, 0, collective=sent))
         return copy
 
     def _record(self, operation: Operation) -> None:

@@ -1,40 +1,33 @@
-"""Plan a step of a deep model from two rehearsals of a shallow one.
+"""Plan a deep model from rehearsals of shallow ones.
 
-Exact, as tests compare with rehearsals of the whole: every count of an operation is affine in the
-number of blocks and in the index of a block, except for the first and last blocks, which are
-aligned from their end. The shallow models have as many blocks modulo `fsdp_blocks_per_group` and
-the selective option. Other models are rehearsed whole: flavors without n_layers, blocks
-of different shapes, patterns that name a block, optimizers that take parameters one by one or in
-runs of equal size, pipelines that split the backward pass, and whatever does not pair off."""
+Blocks that are alike do the same, so what a step sends and computes is affine in their number, and
+so is the most memory of each part of a step. Two rehearsals, of few blocks and of a period more,
+give any depth. Recomputation every n-th block and FSDP's groups have a period of several blocks;
+prefetches end some blocks before the last one. These are rehearsed whole: flavors without n_layers,
+blocks of different shapes, patterns that name a block, optimizers that take parameters one by one
+or in runs of equal size, and pipelines that split the backward pass."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, zip_longest
 from math import lcm
 from typing import Any
-
-import numpy as np
 
 from titanlite.config.job import Job
 from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened
-from titanlite.planner.record import Operation, Recording
+from titanlite.planner.record import Recording, Totals, add_up
 from titanlite.planner.rehearse import rehearse
 
-COSTS = slice(2, 5)
-"""Columns of `_values` that are equal in all blocks: FLOPs, bytes that are moved and
-communicated."""
+
+def fullest(ranks: Sequence[Totals]) -> Totals:
+    return max(ranks, key=lambda totals: totals.peak)
 
 
-def fullest(ranks: Sequence[Recording]) -> Recording:
-    return max(ranks, key=lambda recording: recording.peak)
-
-
-def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[Recording]:
+def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[Totals]:
     """Return a step of each of a job's pipeline ranks: on the first of its ranks, which has the
     largest shards.
     """
@@ -44,29 +37,71 @@ def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[
 
 def ranks_in(
     world: FakeWorld, job: Job, as_on_cuda: bool = True, imbalance: float = 1, limit: int = 0
-) -> list[Recording]:
+) -> list[Totals]:
     """Return the same in a world whose meshes and graphs other jobs share; with a limit of bytes,
     none after a pipeline rank that needs more.
     """
     step = partial(rehearse, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
     is_short = as_on_cuda and shortened(job) != job
-    ranks, known = list[Recording](), dict[Any, Recording]()
+    ranks = list[Totals]()
+    known = dict[Any, list[Recording]]()
+
+    def all_batches(recording: Recording, one: Job, number: int) -> Recording:
+        if is_short:
+            return all_micro_batches(recording, one, number)
+        return _repeat_middle(recording, one)
+
     for number in range(job.layout.pp):
+        rank = number * (job.layout.world // job.layout.pp)
+        shallow, steps = _shallow_jobs(job, number)
         kind = rank_kind(job, number) if is_short else number
-        if kind not in known:
-            rank = number * (job.layout.world // job.layout.pp)
-            shallow, steps = _shallow_jobs(job, number)
-            # In turn: they share caches.
-            taken = [step(one, rank=rank) for one in shallow]
-            deep = steps and extrapolate(taken[0], taken[1], steps, _edge(job))
-            known[kind] = deep or (step(job, rank=rank) if steps else taken[0])
-        found = known[kind]
-        ranks.append(
-            all_micro_batches(found, job, number) if is_short else _repeat_middle(found, job)
-        )
+        if kind not in known:  # in turn: they share caches
+            known[kind] = [step(one, rank=rank) for one in shallow]
+        pairs = zip(known[kind], shallow, strict=True)
+        taken = [all_batches(recording, one, number) for recording, one in pairs]
+        found = _extended(taken, shallow, steps, job, number) if steps else add_up(taken[0])
+        ranks.append(found or add_up(all_batches(step(job, rank=rank), job, number)))
         if limit and ranks[-1].peak > limit:
             break
     return ranks
+
+
+def _extended(
+    taken: Sequence[Recording], shallow: Sequence[Job], steps: int, job: Job, rank: int
+) -> Totals | None:
+    """Return the totals of a rank's step, of the recordings of few blocks and of a period more;
+    None if their parts differ.
+    """
+    few, more = (
+        add_up(recording, _places(one, shallow[0], job, rank))
+        for recording, one in zip(taken, shallow, strict=True)
+    )
+    return few.extended(more, steps) if few.moments.keys() == more.moments.keys() else None
+
+
+def _places(one: Job, few: Job, job: Job, rank: int) -> dict[int, tuple[Any, int] | None]:
+    """Return the place of each block of a rank, from the start of its stage or from the end, with
+    its number in the whole job; None for those in the middle that a job of few blocks lacks.
+    """
+    places = dict[int, tuple[Any, int] | None]()
+    for stage in job.stages.ranks[rank]:
+        numbers, least, whole = (_block_numbers(each, stage) for each in (one, few, job))
+        half = len(least) // 2
+        for place, number in enumerate(numbers):
+            from_end = place - len(numbers)
+            places[number] = None
+            if place < half:
+                places[number] = (stage, place), whole[place]
+            elif -from_end <= len(least) - half:
+                places[number] = (stage, from_end), whole[from_end]
+    return places
+
+
+def _block_numbers(job: Job, stage: int) -> list[int]:
+    """Return the numbers of a stage's blocks."""
+    if job.layout.pp == 1:
+        return [*range(job.shape.layers)]
+    return [int(name.rpartition(".")[2]) for name in blocks_of(job, stage)]
 
 
 def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
@@ -130,116 +165,6 @@ def _is_affine(job: Job) -> bool:
     model, _ = build_model(job)
     blocks = model.get_submodule(job.spec.blocks).children()
     return len({tuple((n, p.shape) for n, p in block.named_parameters()) for block in blocks}) == 1
-
-
-def extrapolate(few: Recording, more: Recording, steps: int, edge: int = 1) -> Recording | None:
-    """Return the recording that is `steps` times as far from `few` as `more` is, which has a period
-    of blocks more; None if they don't pair off.
-    """
-    operations: list[Operation] = []
-    sections = ([[*group] for _, group in groupby(one.operations, _section)] for one in (few, more))
-    for short, long in zip_longest(*sections, fillvalue=[]):
-        stretched = short and long and _stretch(short, long, steps, edge)
-        if not stretched:
-            return None
-        operations += stretched
-    static = {kind: size + (more.static[kind] - size) * steps for kind, size in few.static.items()}
-    return Recording(operations, static)
-
-
-def _stretch(
-    short: list[Operation], long: list[Operation], steps: int, edge: int
-) -> list[Operation] | None:
-    """Extrapolate a section: its operations pair off from the start and from the end, and those
-    between repeat, at the same cost.
-    """
-    extra = len(long) - len(short)
-    keys, expected = [*map(_key, short)], [*map(_key, long)]
-    a, b = _values(short), _values(long)
-    if not 0 <= extra <= len(short):
-        return None
-    for start in _starts(a, b, edge):
-        end = start + extra
-        if [*keys[:end], *keys[start:]] != expected:
-            continue
-        rows = slice(None) if extra and _number(short[0]) >= 0 else slice(start, end + extra)
-        if (b[rows, COSTS] == np.concatenate([a[:end], a[start:]])[rows, COSTS]).all():
-            break
-    else:
-        return None
-    one, first, second = a[start:end], b[start:end], b[end : end + extra]
-    values = [
-        a[:start] + (b[:start] - a[:start]) * steps,
-        *(one + (first - one) * steps + (second - first) * turn for turn in range(steps + 1)),
-        a[end:] + (b[end + extra :] - a[end:]) * steps,
-    ]
-    like = [*short[:start], *short[start:end] * (steps + 1), *short[end:]]
-    return [*map(_operation, like, np.concatenate(values).tolist())]
-
-
-def _starts(short: np.ndarray, long: np.ndarray, edge: int) -> list[int]:
-    """Return where the rows of a short section may begin to repeat: `edge` blocks inside; without
-    blocks in the middle, or else before the first one of another cost.
-    """
-    numbers = short[:, 0].tolist()
-    blocks = [*dict.fromkeys(numbers)]
-    if len(blocks) == 1:
-        most = 2 * len(short) - len(long)
-        differ = [*(short != long[: len(short)])[:, COSTS].any(axis=1), True]
-        return [most // 2, max(0, most - len(short) + differ.index(True))]
-    if blocks[0] < blocks[-1]:
-        return [numbers.index(blocks[edge])]
-    # A group of fewer blocks than the others is the last: the backward pass begins with it.
-    return [numbers.index(blocks[2 * len(blocks) - len({*long[:, 0]}) - edge])]
-
-
-def _section(operation: Operation) -> Any:
-    """Return a key that is equal for all blocks of a pass, and elsewhere for operations of a kind,
-    as in a loop.
-    """
-    return _phase(operation) if _number(operation) >= 0 else _key(replace(operation, name=""))
-
-
-def _phase(operation: Operation) -> str:
-    return re.sub(r" \d+$", "", operation.phase)
-
-
-def _number(operation: Operation) -> int:
-    """Return the number of the block in an operation's phase; -1 if it has none."""
-    return int(operation.phase.rpartition(" ")[2]) if operation.phase[-1].isdigit() else -1
-
-
-def _key(operation: Operation) -> Any:
-    """Return the key that operations of a pair share: the phase without its block, and the kind
-    of operation.
-    """
-    collective = operation.collective and replace(operation.collective, bytes=0)
-    return _phase(operation), operation.name, operation.dtype, collective, operation.is_fsdp
-
-
-def _values(section: list[Operation]) -> np.ndarray:
-    """Return a row of the extrapolated values for each operation."""
-    rows = (
-        (
-            _number(o),
-            o.live,
-            o.flops,
-            o.moved,
-            o.collective.bytes if o.collective else 0,
-            *o.by_kind,
-        )
-        for o in section
-    )
-    return np.array([*rows], dtype=np.int64)
-
-
-def _operation(like: Operation, values: list[int]) -> Operation:
-    """Return an operation with a row of values."""
-    number, live, flops, moved, size, *by_kind = values
-    phase = f"{_phase(like)} {number}" if number >= 0 else like.phase
-    collective = like.collective and replace(like.collective, bytes=size)
-    changed = replace(like, phase=phase, live=live, flops=flops, moved=moved)
-    return replace(changed, collective=collective, by_kind=tuple(by_kind))
 
 
 def _repeat_middle(recording: Recording, job: Job) -> Recording:

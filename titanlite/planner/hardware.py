@@ -2,7 +2,7 @@
 torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,13 +55,6 @@ class Node:
 
 
 @dataclass(frozen=True, config=_EXACT)
-class Efficiency:
-    share: Annotated[float, Field(gt=0, le=1, strict=True)]
-    """Of the peak."""
-    source: str
-
-
-@dataclass(frozen=True, config=_EXACT)
 class Reserve:
     gib: Annotated[float, Field(ge=0, strict=True)]
     """Of a GPU's memory, for what no rehearsal counts."""
@@ -78,8 +71,6 @@ class Hardware:
     nic: Positive
     """GB/s of a NIC."""
     reserve: Reserve
-    efficiencies: Mapping[str, Efficiency]
-    """By type ("bfloat16", "bfloat16 compiled"), "link" and "network"."""
 
     def fits(self, peak: int, on_host: int) -> bool:
         """Return whether a rank's bytes fit on its GPU, and those of a node's ranks on its host."""
@@ -124,26 +115,13 @@ class Hardware:
             )
         return self.gpu.peaks[key] * 1e12
 
-    def efficiency_of(self, what: str, compiled: bool) -> str:
-        """Return which efficiency counts for a type of FLOPs, or for memory, link or network."""
-        key = _type(what)
-        return f"{key} compiled" if compiled and f"{key} compiled" in self.efficiencies else key
-
-    def assumptions(self, efficiencies: Iterable[str]) -> list[str]:
-        """Return the assumptions of the speed: the node, and those of these efficiencies that are
-        assumed.
-        """
+    @property
+    def assumptions(self) -> list[str]:
+        """Return what is assumed of the node."""
+        if "assumed" not in self.node.source:
+            return []
         links = f"{self.node.link:g} GB/s between GPUs, {self.node.nics} NICs of {self.nic:g} GB/s"
-        sources = {f"node {self.gpu.node}: {links}": self.node.source}
-        if "host" in efficiencies:
-            sources["host"] = self.node.host.source
-        for key in sorted({*efficiencies} - {"host"}):
-            sources[f"efficiency of {key}: {self.efficiencies[key].share:.0%}"] = self.efficiencies[
-                key
-            ].source
-        return [
-            with_source(what, source) for what, source in sources.items() if "assumed" in source
-        ]
+        return [with_source(f"node {self.gpu.node}: {links}", self.node.source)]
 
 
 def with_source(what: str, source: str) -> str:
@@ -164,12 +142,8 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     found = _entry(GPU, table, "gpu", gpu, "--gpu")
     node = _entry(Node, table, "node", found.node, f"gpu.{gpu}.node")
     nic = _entry(Positive, table, "network", node.network, f"node.{found.node}.network")
-    shares = table["efficiency"]["default"] | table["efficiency"].get(gpu, {})
-    efficiencies = {
-        of: _entry(Efficiency, {"efficiency": shares}, "efficiency", of) for of in shares
-    }
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")
-    return Hardware(gpu, found, node, nic, reserve, efficiencies)
+    return Hardware(gpu, found, node, nic, reserve)
 
 
 def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:

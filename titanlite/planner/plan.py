@@ -1,26 +1,24 @@
-"""The plan of a job: a step's memory, communication and time, and whether it fits.
+"""The plan of a job: a step's memory, communication and the bound of its time, and whether it fits.
 
-`to_json` gives all of it; the tables and the page show nothing else. docs/planning.md explains the
-names."""
+`to_json` gives all of it; the tables show nothing else. docs/planning.md explains the names."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
-from titanlite.planner.bounds import Facts
+from titanlite.observe.throughput import TokenFlops, flops_per_token
+from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, with_source
-from titanlite.planner.record import KINDS, Recording
-from titanlite.planner.search import Candidate, changes
-from titanlite.planner.speed import WAITING, Speed, is_compiled, ranks_in_a_node, speed_of_job
+from titanlite.planner.record import KINDS, Totals
+from titanlite.planner.speed import ASSUMED, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
-VERSION = 1
+VERSION = 2
 """Of the JSON; another one if a name goes or changes its meaning."""
 
 
@@ -50,7 +48,7 @@ class Plan:
 
     job: Job
     hardware: Hardware
-    recording: Recording
+    totals: Totals
     speed: Speed
     flops_per_token: int
     """Of the model, as MFU counts them: recomputation is left out."""
@@ -60,29 +58,27 @@ class Plan:
     """How many times the mean the fullest rank receives for its experts."""
     balanced_peak: int = 0
     """The peak where no rank receives more than another."""
-    changes: Sequence[Candidate] = ()
-    """What would fit, if this does not."""
-    ranks: Sequence[tuple[Recording, Speed]] = ()
+    ranks: Sequence[Totals] = ()
     """Those of each rank of a pipeline; the plan's are the fullest one's."""
 
     @property
     def fits(self) -> bool:
-        return self.hardware.fits(self.recording.peak, self.on_host)
+        return self.hardware.fits(self.totals.peak, self.on_host)
 
     @property
     def on_host(self) -> int:
         """Return the bytes of the host's memory that a rank needs."""
-        return self.recording.at_peak["host"]
+        return self.totals.at_peak["host"]
 
     @property
     def without_flushes(self) -> float:
         """Return the most bytes that torch's allocator takes if it never flushes its cache."""
-        return self.recording.peak * self.hardware.reserve.allocator
+        return self.totals.peak * self.hardware.reserve.allocator
 
     @cached_property
     def traffic(self) -> list[Traffic]:
         """Return the collectives of a step by dimension, outermost first."""
-        return traffic_of(self.job, self.recording, self.hardware.node.gpus)
+        return traffic_of(self.job, self.totals, self.hardware.node.gpus)
 
     @property
     def assumptions(self) -> list[str]:
@@ -105,20 +101,21 @@ class Plan:
             texts.append("all experts get equally many tokens (--imbalance plans for others)")
         return texts
 
-    def rates(self, seconds: float) -> dict[str, Any]:
-        """Return the rates of a step that takes so long."""
-        per_gpu = self.speed.tokens_per_gpu(seconds)
+    @property
+    def rates(self) -> dict[str, Any]:
+        """Return what the bound of a step allows."""
+        per_gpu = self.speed.tokens_per_gpu
         return {
-            "seconds": seconds,
+            "seconds": self.speed.bound,
             "tokens_per_second_per_gpu": per_gpu,
             "mfu_percent": 100 * per_gpu * self.flops_per_token / self.hardware.peak("bfloat16"),
-            "days": self.speed.days(self.tokens, seconds) if self.tokens else None,
+            "days": self.speed.days(self.tokens) if self.tokens else None,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan, in bytes and seconds."""
         config, layout, batch = self.job.config, self.job.layout, self.job.batch
-        recording, speed = self.recording, self.speed
+        totals, speed = self.totals, self.speed
         return {
             "version": VERSION,
             "job": {
@@ -136,70 +133,61 @@ class Plan:
             "hardware": asdict(self.hardware),
             "memory": {
                 "fits": self.fits,
-                "peak": recording.peak,
-                "moment": recording.moment,
+                "peak": totals.peak,
+                "moment": totals.moment,
                 "host": self.on_host,
                 "usable": self.hardware.usable_bytes,
                 "without_flushes": self.without_flushes,
                 "imbalance": self.imbalance,
                 "balanced_peak": self.balanced_peak,
-                "at_peak": {**dict.fromkeys(KINDS, 0), **recording.at_peak},
-                "static": dict(recording.static),
-                "phases": [*phases_of(recording)],
+                "at_peak": {**dict.fromkeys(KINDS, 0), **totals.at_peak},
+                "static": dict(totals.static),
                 "assumptions": self.assumptions,
             },
             "communication": [{**asdict(row), "where": row.where} for row in self.traffic],
             "speed": {
-                "bound": self.rates(speed.bound),
+                "bound": self.rates,
                 "bound_by": speed.binding,
                 "terms": [asdict(term) for term in speed.terms],
-                "estimate": self.rates(speed.estimate),
-                "exposed": dict(speed.exposed),
-                "spans": [asdict(span) for span in speed.spans if span.lane != WAITING],
-                "assumptions": list(speed.assumptions),
+                "assumptions": [*self.hardware.assumptions, *ASSUMED],
             },
-            "changes": [*map(_change, self.changes)],
             "ranks": [self.rank(number) for number in range(len(self.ranks))],
         }
 
     def rank(self, number: int) -> dict[str, Any]:
-        """Return what a rank of the pipeline needs, and how long it waits."""
-        recording, speed = self.ranks[number]
-        traffic = traffic_of(self.job, recording, self.hardware.node.gpus)
+        """Return what a rank of the pipeline needs and sends."""
+        totals = self.ranks[number]
+        traffic = traffic_of(self.job, totals, self.hardware.node.gpus)
         return {
             "stages": self.job.stages.ranks[number],
-            "peak": recording.peak,
-            "moment": recording.moment,
-            "static": dict(recording.static),
+            "peak": totals.peak,
+            "moment": totals.moment,
+            "static": dict(totals.static),
             "communication": [{**asdict(row), "where": row.where} for row in traffic],
-            "exposed": dict(speed.exposed),
         }
 
 
-def _change(change: Candidate) -> dict[str, Any]:
-    return {
-        "overrides": change.option.split(),
-        "peak": change.peak,
-        "bound": change.speed.bound,
-        "estimate": change.speed.estimate,
-    }
-
-
 def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float = 1) -> Plan:
-    """Rehearse a job's step; if it does not fit, also what would."""
+    """Rehearse a job's step."""
     ranks = plan_ranks(job)
     balanced_peak = fullest(ranks).peak
     if imbalance > 1:
         if not job.shape.experts:
             raise UserError(f"--imbalance {imbalance:g}: the model has no experts; leave it out")
         ranks = plan_ranks(job, imbalance=imbalance)
-    flops = Facts(job, hardware).flops
-    pairs = [*zip(ranks, speed_of_job(job, ranks, hardware), strict=True)]
-    recording, speed = max(pairs, key=lambda pair: pair[0].peak)
-    plan = Plan(job, hardware, recording, speed, flops, tokens, imbalance, balanced_peak)
-    if job.layout.pp > 1:
-        plan = replace(plan, ranks=pairs)
-    return plan if plan.fits else replace(plan, changes=changes(job, hardware))
+    speed = speed_of_job(job, ranks, hardware)
+    flops = token_flops(job).total
+    of_pipeline = ranks if job.layout.pp > 1 else ()
+    return Plan(
+        job, hardware, fullest(ranks), speed, flops, tokens, imbalance, balanced_peak, of_pipeline
+    )
+
+
+def token_flops(job: Job) -> TokenFlops:
+    """Return the FLOPs of a token; recomputation is left out."""
+    model, table = build_model(job)
+    seq_len = job.config.training.seq_len
+    return flops_per_token(model.named_parameters(), table, job.shape, seq_len, job.spec.blocks)
 
 
 def reserve_text(hardware: Hardware) -> str:
@@ -210,31 +198,16 @@ def reserve_text(hardware: Hardware) -> str:
     )
 
 
-def traffic_of(job: Job, recording: Recording, per_node: int) -> list[Traffic]:
+def traffic_of(job: Job, totals: Totals, per_node: int) -> list[Traffic]:
     """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions
     first.
     """
     order = [*DIMENSIONS, *EXPERT_DIMENSIONS, "world", "host"]
     numbers, sizes = Counter[Any](), Counter[Any]()
-    for one, number in recording.collectives().items():
+    for one, number in totals.number.items():
         near = ranks_in_a_node(one, job.layout, per_node)
         place = order.index(one.dimension.split(" x ")[0])
         key = place, one.dimension, one.kind, one.ranks, near, one.dtype
         numbers[key] += number
-        sizes[key] += number * one.bytes
+        sizes[key] += totals.sent[one]
     return [Traffic(*key[1:], number=numbers[key], bytes=sizes[key]) for key in sorted(numbers)]
-
-
-def phases_of(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Yield the phases in order, each with the moment of its most bytes."""
-    for phase, group in groupby(recording.operations, key=lambda operation: operation.phase):
-        operations = list(group)
-        fullest = max(operations, key=lambda operation: operation.live)
-        yield {
-            "phase": phase,
-            "live": fullest.live,
-            "by_kind": dict(zip(KINDS, fullest.by_kind, strict=False)),
-            "flops": sum(operation.flops for operation in operations),
-            "moved": sum(operation.moved for operation in operations),
-            "collectives": sum(operation.collective is not None for operation in operations),
-        }

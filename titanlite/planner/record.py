@@ -6,8 +6,8 @@ Bytes, FLOPs and collectives are those of one rank.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
@@ -80,18 +80,12 @@ class Operation:
     collectives.
     """
     collective: Collective | None = None
-    awaits: bool = False
-    """First consumer of the oldest outstanding all-gather of parameters."""
-    is_fsdp: bool = False
-    """FSDP2 gathers or reduces: on lanes of their own, whatever their dimension."""
     by_kind: tuple[int, ...] = ()
     """`live` as a sum over KINDS, in their order, and the most on the host until this operation is
     done; empty where kinds were not separated.
     """
     event: Event | None = None
     """Of a pipeline's rank: the last one that began."""
-    name: str = ""
-    """Of the dispatched operation, such as "mm"; empty for mere changes of the bytes alive."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +117,106 @@ class Recording:
         return Counter(
             operation.collective for operation in self.operations if operation.collective
         )
+
+
+class Moment(NamedTuple):
+    """The fullest moment of a part of a step."""
+
+    phase: str
+    live: int
+    by_kind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One step of one rank, summed up."""
+
+    moments: Mapping[Any, Moment]
+    """Of each part of the step, in order."""
+    static: Mapping[str, int]
+    flops: Counter[str]
+    """By type."""
+    moved: Counter[str]
+    """Bytes that no compiler can fuse away, of the GPU's memory ("") and of the host's: of matrix
+    products, of the update, and on the host."""
+    number: Counter[Collective]
+    """Of the collectives of a kind, whose own bytes are 0 here."""
+    sent: Counter[Collective]
+    """The bytes of these, together."""
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes alive at the peak, by kind; on the host, at its own."""
+        on_host = (moment.by_kind[-1] for moment in self.moments.values() if moment.by_kind)
+        host = max(on_host, default=0)
+        return {**dict(zip(KINDS, self._fullest.by_kind, strict=False)), "host": host}
+
+    @property
+    def peak(self) -> int:
+        return self._fullest.live
+
+    @property
+    def moment(self) -> str:
+        """Return the phase of the peak."""
+        return self._fullest.phase
+
+    @property
+    def _fullest(self) -> Moment:
+        return max(self.moments.values(), key=lambda moment: moment.live)
+
+    def extended(self, more: "Totals", steps: int) -> "Totals":
+        """Return the totals that are `steps` times as far from these as `more` are, which have a
+        period of blocks more.
+        """
+        moments = {}
+        for key, one in self.moments.items():
+            other = more.moments[key]
+            pairs = zip(one.by_kind, other.by_kind, strict=True)
+            by_kind = tuple(few + (many - few) * steps for few, many in pairs)
+            moments[key] = Moment(one.phase, one.live + (other.live - one.live) * steps, by_kind)
+        return Totals(
+            moments,
+            {kind: few + (more.static[kind] - few) * steps for kind, few in self.static.items()},
+            *(
+                _extended(getattr(self, name), getattr(more, name), steps)
+                for name in ("flops", "moved", "number", "sent")
+            ),
+        )
+
+
+def _extended(few: Counter[Any], more: Counter[Any], steps: int) -> Counter[Any]:
+    return Counter({key: few[key] + (more[key] - few[key]) * steps for key in (few | more)})
+
+
+def add_up(
+    recording: Recording, places: Mapping[int, tuple[Any, int] | None] | None = None
+) -> Totals:
+    """Return the totals of a step; the moments of a block are found by its place, and named by the
+    number beside that. A block whose place is None has none.
+    """
+    moments = dict[Any, Moment]()
+    flops, moved, number, sent = Counter[str](), Counter[str](), Counter[Any](), Counter[Any]()
+    for one in recording.operations:
+        flops[one.dtype] += one.flops
+        is_on_host = one.phase.endswith(ON_HOST)
+        if one.flops or one.phase == "optimizer" or is_on_host:
+            moved[ON_HOST if is_on_host else ""] += one.moved
+        if one.collective:
+            kind = replace(one.collective, bytes=0)
+            number[kind] += 1
+            sent[kind] += one.collective.bytes
+        phase, _, block = one.phase.rpartition(" ")
+        key, name = (one.event, one.phase), one.phase
+        if block.isdigit() and places:
+            place = places[int(block)]
+            if place is None:
+                continue
+            key, name = (one.event, phase, place[0]), f"{phase} {place[1]}"
+        found = Moment(name, one.live, one.by_kind)
+        known = moments.setdefault(key, found)
+        fuller = found if found.live > known.live else known
+        if fuller.by_kind:
+            host = max(known.by_kind[-1:], found.by_kind[-1:])
+            fuller = fuller._replace(by_kind=(*fuller.by_kind[:-1], *host))
+        moments[key] = fuller
+    return Totals(moments, recording.static, +flops, +moved, number, sent)

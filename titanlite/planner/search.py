@@ -1,17 +1,18 @@
-"""Look for the fastest plans of a config that fit, and for small changes that make one fit: by
-rehearsals.
+"""Look for the fastest plans of a config that fit, by rehearsals in the order of their bounds.
 
-Never rehearsed are plans that the config's rules refuse, that what a rank keeps at least rules out,
-that need more in some respect, and less in none, than a plan that did not fit, or that cannot be
-faster than the best ones found. The possibly fastest come first."""
+Never rehearsed are plans that the config's rules refuse, whose parameters, gradients and optimizer
+state alone do not fit, and that need more in some respect, and less in none, than a plan that did
+not fit."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, prod
-from operator import itemgetter
 from typing import Any
+
+import torch
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
@@ -19,26 +20,29 @@ from titanlite.config.schema import with_values
 from titanlite.config.section import value_of
 from titanlite.layout import divisors
 from titanlite.observe.progress import track
-from titanlite.planner.bounds import FLOAT8, Facts
+from titanlite.optim import optimizer_bytes, trained_parameters
+from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, ranks_in
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import Hardware
-from titanlite.planner.record import Recording
-from titanlite.planner.speed import Speed, speed_of_job
+from titanlite.planner.plan import token_flops
+from titanlite.planner.record import Collective, Totals
+from titanlite.planner.speed import Speed, speed_of, speed_of_job
 
 TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
 SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
 CP, EP = "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"
 PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
 MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
-GLOBAL, CHUNKS = "training.global_batch_size", "training.loss_chunks"
+GLOBAL = "training.global_batch_size"
 RECOMPUTE, RESHARD = "activation_checkpoint.mode", "parallelism.fsdp_reshard_after_forward"
+FLOAT8 = "quantize.linear.float8.enable"
 
 RECOMPUTE_MODES = ("full", "selective", "none")
 """From the least memory to the most."""
-MOST_SAMPLES, CHUNKED, MOST_PP, LEAST_TOKENS = 16, 8, 16, 4096
-"""The largest local batch, the number of loss chunks, the most pipeline ranks that are tried, and
-the fewest tokens of a sequence that a rank has under context parallel.
+MOST_SAMPLES, MOST_PP, LEAST_TOKENS = 16, 16, 4096
+"""The largest local batch and the most pipeline ranks that are tried, and the fewest tokens of a
+sequence that a rank has under context parallel.
 """
 
 Settings = Mapping[str, Any]
@@ -51,12 +55,8 @@ class Candidate:
 
     settings: Settings
     job: Job
-    option: str
-    """The settings for the command line: only what differs from the config, or another world."""
     peak: int
     speed: Speed
-    measured: float = 0.0
-    """Seconds of a step, where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -64,113 +64,60 @@ class Found:
     """What a search found, and how much of the space it saw."""
 
     best: Sequence[Candidate]
-    """Those that fit, the fastest by estimate first."""
+    """Those that fit, the fastest by their bounds first."""
     counts: Mapping[str, int]
-    """How many were "rehearsed", "ruled out" (by what they keep at least, by a plan that needs less
-    and did not fit, or as slower than the best can be), and "not reached in time"."""
+    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
+    did not fit, or as slower than the best can be), and "not reached in time"."""
     needed: tuple[float, str] = (0, "")
     """The fewest bytes of a plan that did not fit, and what needs them."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
-    end, facts = time.monotonic() + max_seconds, Facts(job, hardware)
-    fitting, too_large, legal = list[Candidate](), list[Job](), list[Any]()
+    end = time.monotonic() + max_seconds
+    model = _Model(job)
+    fitting, too_large = list[Candidate](), list[Job]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
     needed = inf, ""
+    legal = list[tuple[Any, Settings, Job]]()
     for settings in space(job, hardware):
-        state = facts.state * settings[REPLICATE] / job.layout.world
+        state = model.state * settings[REPLICATE] / job.layout.world
         if state > hardware.usable_bytes:
             counts["ruled out"] += 1
             needed = min(needed, (state, "parameters, gradients and optimizer state alone"))
         elif other := changed(job, settings):
-            legal.append(((facts.least_seconds(other), _demand(other)), settings, other))
+            legal.append(((model.bound(other, hardware), _demand(other)), settings, other))
+    legal.sort(key=lambda one: one[0])
     with FakeWorld() as world:
-        ranked = sorted(legal, key=itemgetter(0))
-        for (seconds, _), settings, other in track(ranked, len(ranked), "layouts"):
-            size = facts.least_bytes(other)
-            if size > hardware.usable_bytes:
-                needed = min(needed, (size, "what a rank keeps at least"))
-            slowest = fitting[most - 1].speed.estimate if len(fitting) >= most else inf
-            if (
-                max(size / hardware.usable_bytes, seconds / slowest) > 1
-                or any(_needs_no_less(other, large) for large in too_large)
-                or any(_is_no_faster(other, one.job) for one in fitting)
-            ):
+        for ((bound, _), _), settings, other in track(legal, len(legal), "layouts"):
+            slowest = fitting[most - 1].speed.bound if len(fitting) >= most else inf
+            if bound > slowest or any(_needs_no_less(other, large) for large in too_large):
                 counts["ruled out"] += 1
                 continue
             if counts["rehearsed"] and time.monotonic() > end:
                 counts["not reached in time"] += 1
                 continue
-            for tried in (settings, {**settings, CHUNKS: CHUNKED}):
-                counts["rehearsed"] += 1
-                other = changed(job, tried) or other
-                full, candidate = _rehearse(job, tried, other, hardware, world)
-                if candidate or full.peak - full.at_peak["logits"] > hardware.usable_bytes:
-                    break
-            if candidate:
-                fitting.append(candidate)
-                fitting.sort(key=lambda one: (one.speed.estimate, one.peak))
+            counts["rehearsed"] += 1
+            ranks = ranks_in(world, other, limit=hardware.usable_bytes)
+            full = fullest(ranks)
+            if hardware.fits(full.peak, full.at_peak["host"]):
+                speed = speed_of_job(other, ranks, hardware)
+                fitting.append(Candidate(settings, other, full.peak, speed))
+                fitting.sort(key=lambda one: (one.speed.order, one.peak))
             else:
                 too_large.append(other)
                 needed = min(needed, (full.peak, f"{other.layout}, rehearsed,"))
     return Found(fitting[:most], counts, needed)
 
 
-def measured(found: Found, number: int, measure: Callable[[Settings], float]) -> Found:
-    """Return `found` with its best few sorted by `measure`, the seconds of a step."""
-    timed = [
-        replace(candidate, measured=measure(candidate.settings))
-        for candidate in found.best[:number]
-    ]
-    return replace(
-        found, best=[*sorted(timed, key=lambda candidate: candidate.measured), *found.best[number:]]
-    )
-
-
-def changes(job: Job, hardware: Hardware, most: int = 3) -> list[Candidate]:
-    """Return changes that make a job fit, the smaller ones first; if none does, the fewest further
-    ranks that do.
-    """
-    facts, found = Facts(job, hardware), list[Candidate]()
-    if job.layout.pp > 1:
-        return found  # a rehearsal of each would take minutes
-    with FakeWorld() as world:
-        for settings, ranks in _changes(job, hardware):
-            if len(found) == most or (found and ranks > job.layout.world):
-                break
-            other = changed(job, settings, ranks)
-            if other and facts.least_bytes(other) <= hardware.usable_bytes:
-                found += filter(None, [_rehearse(job, settings, other, hardware, world)[1]])
-    return found
-
-
-def changed(job: Job, settings: Settings, world: int = 0) -> Job | None:
+def changed(job: Job, settings: Settings) -> Job | None:
     """Return the job with other settings, or None if they break a rule of the config."""
     loaded = Loaded(with_values(job.given, settings), {}, set(), [])
+    device = job.config.job.device
     try:
-        return job_from(
-            loaded, world=world or job.layout.world, training=True, device=job.config.job.device
-        )
+        return job_from(loaded, world=job.layout.world, training=True, device=device)
     except ConfigError:
         return None
-
-
-def _rehearse(
-    job: Job, settings: Settings, other: Job, hardware: Hardware, world: FakeWorld
-) -> tuple[Recording, Candidate | None]:
-    """Return the fullest rank of a job with other settings, and the candidate if it fits."""
-    ranks = ranks_in(world, other, limit=hardware.usable_bytes)
-    full = fullest(ranks)
-    if not hardware.fits(full.peak, full.at_peak["host"]):
-        return full, None
-    new = [
-        f"--{key} {value}" for key, value in settings.items() if value_of(job.given, key) != value
-    ]
-    new += [f"--world {other.layout.world}"] * (other.layout.world != job.layout.world)
-    option = " ".join(new) or "as it is"
-    speed = speed_of_job(other, ranks, hardware)[0]
-    return full, Candidate(settings, other, option, full.peak, speed)
 
 
 def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
@@ -189,7 +136,7 @@ def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
         share, uneven = divmod(total, shard * values[1] or 1)
         if rest or uneven:
             continue
-        mesh = {**dict(zip(meshes, values, strict=True)), SHARD: shard, GLOBAL: total, CHUNKS: 1}
+        mesh = {**dict(zip(meshes, values, strict=True)), SHARD: shard, GLOBAL: total}
         axes: dict[str, Sequence[Any]] = {
             LOCAL: [n for n in divisors(share) if n <= MOST_SAMPLES],
             RECOMPUTE: RECOMPUTE_MODES,
@@ -206,25 +153,68 @@ def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
         )
 
 
-def _changes(job: Job, hardware: Hardware) -> Iterator[tuple[Settings, int]]:
-    """Yield changes that make a step smaller, with their ranks: each alone, all without more ranks,
-    more ranks.
-    """
-    world, total = job.layout.world, job.batch.total
-    cheap: list[dict[str, Any]] = [
-        {CHUNKS: CHUNKED},
-        {LOCAL: 1, GLOBAL: total},
-        {RECOMPUTE: "full"},
-    ]
-    meshes = [{REPLICATE: 1, SHARD: -1}] if job.layout.dp_replicate > 1 else []
-    degrees = [tp for tp in divisors(min(world, hardware.node.gpus)) if tp > job.layout.tp]
-    meshes += [{TP: tp, SHARD: -1, GLOBAL: total} for tp in degrees]
-    everything = {key: value for change in cheap for key, value in change.items()}
-    for settings in (*cheap, everything, *meshes, *(everything | mesh for mesh in meshes)):
-        yield settings, world
-    for more in (world << doublings for doublings in range(1, 7)):
-        yield {SHARD: -1}, more
-        yield {SHARD: -1, CHUNKS: CHUNKED, RECOMPUTE: "full", LOCAL: 1}, more
+class _Model:
+    """What a search knows about a job's model before any rehearsal."""
+
+    def __init__(self, job: Job) -> None:
+        model, table = build_model(job)
+        trained = trained_parameters([model], table, job.spec.blocks, no_decay=())
+        named = [*model.named_parameters()]
+        self._flops = token_flops(job)
+        self._layers = job.shape.layers
+        self._numel = sum(parameter.numel() for _, parameter in named)
+        self._trained = sum(item.parameter.numel() for item in trained)
+        embeddings = [p.size(1) for name, p in named if table[name].tensor == "embedding"]
+        self._width = min(embeddings, default=0)
+        kept = sum(parameter.nbytes for _, parameter in named)
+        kept += sum(item.parameter.nbytes for item in trained)
+        self.state = kept + optimizer_bytes(trained, job.config)
+        """Bytes of parameters, gradients and optimizer state, of all ranks together."""
+        if job.config.training.enable_cpu_offload:
+            self.state = 0
+
+    def bound(self, job: Job, hardware: Hardware) -> tuple[float, float]:
+        """Return what sorts a job: the bound of its FLOPs, and of gathers, reductions and tensor
+        parallel's collectives. Experts are counted as other parameters.
+        """
+        layout, training = job.layout, job.config.training
+        dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
+        is_full = job.config.activation_checkpoint.mode == "full"
+        is_kept = job.config.parallelism.fsdp_reshard_after_forward == "never" or layout.pp > 1
+        samples = job.batch.local * job.batch.accumulation
+        tokens = samples * training.seq_len / layout.cp
+        part = layout.tp * layout.pp
+        flops = self._flops.total
+        if is_full:
+            flops += self._flops.again + self._flops.attention_again
+        size, sum_size = (getattr(torch, name).itemsize for name in (dtype, reduced))
+        gathers = 1 if is_kept else 2
+        steps = job.batch.accumulation
+        if job.config.parallelism.defer_gradient_sync is True or layout.pp > 1:
+            steps = 1
+        passes = 2 + is_full
+        collectives = {
+            ("all-gather", "dp_shard", layout.dp_shard): (
+                gathers * job.batch.accumulation * self._numel * size / part
+            ),
+            ("reduce-scatter", "dp_shard", layout.dp_shard): (
+                steps * self._trained * sum_size / part
+            ),
+            ("all-reduce", "dp_replicate", layout.dp_replicate): (
+                steps * self._trained * sum_size / part / layout.dp_shard
+            ),
+            ("all-gather", "tp", layout.tp): (
+                4 * passes * self._layers * tokens * self._width * size / layout.pp
+            ),
+        }
+        sent = Counter[Collective]()
+        for (kind, dimension, ranks), amount in collectives.items():
+            if ranks > 1:
+                sent[Collective(kind, dimension, ranks, dtype, 0)] = int(amount)
+        product = "float8" if value_of(job.config, FLOAT8) else dtype
+        of_rank = Counter({product: int(flops * tokens / part)})
+        totals = Totals({}, {}, of_rank, Counter(), sent, sent)
+        return speed_of(totals, layout, hardware, tokens=1).order
 
 
 def _demand(job: Job) -> tuple[int, ...]:
@@ -233,20 +223,16 @@ def _demand(job: Job) -> tuple[int, ...]:
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
     samples = job.batch.local, job.stages.size
-    return layout.dp_replicate, *samples, keeps, recompute, -config.training.loss_chunks
+    return layout.dp_replicate, *samples, keeps, recompute
+
+
+def _needs_no_less(job: Job, other: Job) -> bool:
+    """Return whether a job is another one with no less of any demand."""
+    both = zip(_demand(job), _demand(other), strict=True)
+    return _program(job) == _program(other) and all(one >= another for one, another in both)
 
 
 def _program(job: Job) -> Any:
     """Return what plans have in common whose demands can be compared."""
     mesh = replace(job.layout, dp_replicate=1, dp_shard=1)
     return mesh, job.stages.names, job.stages.schedule, value_of(job.config, FLOAT8)
-
-
-def _needs_no_less(job: Job, other: Job) -> bool:
-    both = zip(_demand(job), _demand(other), strict=True)
-    return _program(job) == _program(other) and all(one >= another for one, another in both)
-
-
-def _is_no_faster(job: Job, other: Job) -> bool:
-    """Return whether a job recomputes no less than another, and is the same in all else."""
-    return _demand(job)[:-2] == _demand(other)[:-2] and _needs_no_less(other, job)

@@ -1,15 +1,14 @@
-"""A plan as tables, printed as text, and on the page with their exact numbers."""
+"""A plan as tables, printed as text, and on a page with their exact numbers."""
 
 from collections.abc import Iterator
-from math import nan
 from textwrap import fill
 
 from titanlite.observe.page import Number, Table
-from titanlite.planner.bounds import FLOAT8
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
-from titanlite.planner.search import Candidate, Found
+from titanlite.planner.search import FLOAT8, Candidate, Found
+from titanlite.planner.speed import ASSUMED
 
 
 def report(plan: Plan) -> str:
@@ -24,7 +23,7 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     batch = plan.job.batch
     hardware = plan.hardware
     gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
-    left = (hardware.usable_bytes - plan.recording.peak) / GIB
+    left = (hardware.usable_bytes - plan.totals.peak) / GIB
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
     return (
         f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
@@ -32,8 +31,8 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"x data-parallel {batch.data_parallel} x accumulation {batch.accumulation}; "
         f"recompute {config.activation_checkpoint.mode}",
         f"{'It fits' if plan.fits else 'It does not fit'}: a step needs "
-        f"{plan.recording.peak / GIB:.2f} GiB, "
-        f"in {plan.recording.moment}; "
+        f"{plan.totals.peak / GIB:.2f} GiB, "
+        f"in {plan.totals.moment}; "
         f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}{_flushes(plan)}",
     )
 
@@ -50,8 +49,6 @@ def _flushes(plan: Plan) -> str:
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables in the order of a reader's questions."""
-    if not (plan.fits or plan.ranks):
-        yield _changes(plan)
     yield _memory(plan)
     if plan.ranks:
         yield _ranks(plan)
@@ -65,27 +62,13 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield Table("terms", "Parts of the bound", ("resource", "of", "TFLOP or GB", "seconds"), rows)
 
 
-def _changes(plan: Plan) -> Table:
-    rows = [
-        (c.option, gib(c.peak), Number(c.speed.estimate, 3), Number(c.speed.bound, 3))
-        for c in plan.changes
-    ]
-    title = "What would fit, each rehearsed"
-    if not rows:
-        title = (
-            "No single change of recomputation, batch, chunks or mesh "
-            "that was rehearsed fits; try --search"
-        )
-    return Table("changes", title, ("change", "peak GiB", "estimate s", "bound s"), rows)
-
-
 def _memory(plan: Plan) -> Table:
-    recording = plan.recording
+    totals = plan.totals
     sizes: list[tuple[str, int, int]] = [
-        (kind, recording.at_peak.get(kind, 0), recording.static.get(kind, 0)) for kind in KINDS
+        (kind, totals.at_peak.get(kind, 0), totals.static.get(kind, 0)) for kind in KINDS
     ]
     *on_gpu, host = sizes
-    total = f"peak, in {recording.moment}", recording.peak, sum(size for *_, size in on_gpu)
+    total = f"peak, in {totals.moment}", totals.peak, sum(size for *_, size in on_gpu)
     sizes = [*on_gpu, total, host]
     rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
     header = ("GiB", "at the peak", "static")
@@ -99,38 +82,28 @@ def _ranks(plan: Plan) -> Table:
         sent = [row for row in rank["communication"] if row["kind"] == "send-receive"]
         counts = [sum(row["number"] for row in of) for of in (rank["communication"], sent)]
         size = gib(sum(row["bytes"] for row in sent))
-        waits = Number(rank["exposed"].get("pp", 0.0), 3)
         stages = " ".join(map(str, rank["stages"]))
         place = f"{number}", stages, rank["moment"], gib(rank["peak"])
-        rows.append((*place, *map(Number, counts), size, waits))
-    header = ("rank", "stages", "peak in", "GiB", "collectives", "sends", "GiB sent", "waits s")
-    note = "waits: for other ranks, in the estimate; other tables show the fullest rank"
+        rows.append((*place, *map(Number, counts), size))
+    header = ("rank", "stages", "peak in", "GiB", "collectives", "sends", "GiB sent")
+    note = "other tables show the fullest rank"
     return Table("ranks", "Ranks of the pipeline", header, rows, (), note)
 
 
 def _communication(plan: Plan) -> Table:
-    exposed = {**dict.fromkeys((row.dimension for row in plan.traffic), 0.0), **plan.speed.exposed}
     rows = []
     for row in plan.traffic:
-        waits = Number(exposed.pop(row.dimension, nan), 3)  # of the dimension: in its first row
-        sizes = (Number(row.number), gib(row.bytes), waits)
+        sizes = Number(row.number), gib(row.bytes)
         rows.append((row.dimension, row.kind, row.dtype, row.where, *sizes))
-    note = "none"
-    if rows:
-        note = (
-            "GiB of whole tensors; "
-            "exposed: seconds that compute waits for the dimension, in the estimate"
-        )
+    note = "GiB of whole tensors" if rows else "none"
     gpus = plan.hardware.node
     node = with_source(f"{gpus.gpus} GPUs in a node, neighbors in the mesh", gpus.source)
     title = "Communication of a rank in a step"
-    header = ("dimension", "collective", "type", "ranks", "number", "GiB", "exposed s")
+    header = ("dimension", "collective", "type", "ranks", "number", "GiB")
     return Table("communication", title, header, rows, [node], note)
 
 
 def _speed(plan: Plan) -> Table:
-    speed = plan.speed
-    bound, estimate = plan.rates(speed.bound), plan.rates(speed.estimate)
     titles = {
         "seconds": ("seconds a step", 3),
         "tokens_per_second_per_gpu": ("tokens/s per GPU", 0),
@@ -138,12 +111,12 @@ def _speed(plan: Plan) -> Table:
         "days": (f"days for {plan.tokens:.3g} tokens", 1),
     }
     rows = [
-        (title, Number(bound[name], digits), Number(estimate[name], digits))
+        (title, Number(plan.rates[name], digits))
         for name, (title, digits) in titles.items()
-        if bound[name] is not None
+        if plan.rates[name] is not None
     ]
-    title, header = f"Speed, bound by {speed.binding}", ("", "bound", "estimate")
-    return Table("speed", title, header, rows, speed.assumptions)
+    title = f"Speed, bound by {plan.speed.binding}"
+    return Table("speed", title, ("", "bound"), rows, [*plan.hardware.assumptions, *ASSUMED])
 
 
 def search_table(found: Found, hardware: Hardware, world: int) -> Table:
@@ -155,31 +128,15 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
         title = f"No plan fits on {world} x {hardware.name}: {seen}; at the least {binds}"
         return Table("search", title, (), ())
 
-    def row(number: int, one: Candidate) -> list[str | Number]:
-        seconds = [one.measured or nan, one.speed.estimate, one.speed.bound][unmeasured:]
-        return [
-            Number(number),
-            gib(one.peak),
-            *(Number(time, 3) for time in seconds),
-            one.speed.binding,
-            _name(one),
-        ]
-
-    unmeasured = not any(candidate.measured for candidate in found.best)
-    header = ("", "GiB", *("measured s", "estimate s", "bound s")[unmeasured:], "by", "plan")
-    rows = [row(number, candidate) for number, candidate in enumerate(found.best, 1)]
-    assumed = dict.fromkeys(
-        text for candidate in found.best for text in candidate.speed.assumptions
-    )
+    rows = []
+    for number, one in enumerate(found.best, 1):
+        bound = Number(one.speed.bound, 3)
+        rows.append((Number(number), gib(one.peak), bound, one.speed.binding, _name(one)))
+    header = ("", "GiB", "bound s", "by", "plan")
     title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
-    return Table(
-        "search",
-        title,
-        header,
-        rows,
-        [reserve_text(hardware), *assumed],
-        fill(_KEYS, 98, subsequent_indent="  "),
-    )
+    assumed = [reserve_text(hardware), *hardware.assumptions, *ASSUMED]
+    keys = fill(_KEYS, 98, subsequent_indent="  ")
+    return Table("search", title, header, rows, assumed, keys)
 
 
 def _name(one: Candidate) -> str:
@@ -196,7 +153,6 @@ def _name(one: Candidate) -> str:
         config.activation_checkpoint.mode.replace("none", "no recompute"),
     ]
     parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
-    parts += [f"{config.training.loss_chunks} chunks"] if config.training.loss_chunks > 1 else []
     parts += ["bfloat16"] * (one.settings.get(FLOAT8) is False)
     return ", ".join(filter(None, parts))
 
@@ -206,7 +162,7 @@ dp is parallelism.data_parallel_shard_degree, rep
 parallelism.data_parallel_replicate_degree, pp, cp, tp and ep the degrees of pipeline, context,
 tensor and expert parallel, batch training.local_batch_size, by the size of a pipeline's
 micro-batch; full, selective or no recompute is activation_checkpoint.mode, kept
-parallelism.fsdp_reshard_after_forward = "never", chunks training.loss_chunks.
+parallelism.fsdp_reshard_after_forward = "never".
 training.global_batch_size stays as it is. --out writes the first as a config."""
 
 
