@@ -115,7 +115,13 @@ def in_turn(
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
     run.plain = Plain(
-        run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas, build=build(model)
+        run.job.model_config,
+        data(folder),
+        SEQ,
+        BATCH,
+        weights,
+        replicas=replicas,
+        build=build(model),
     )
     run.ours, run.theirs = [], []
     run.train()
@@ -184,7 +190,7 @@ def peak_by_itself(
     watcher = threading.Thread(target=watch)
     watcher.start()
     if which == "plain":
-        flavor = job(overrides(steps, folder, replicas, model), dist.get_world_size()).model
+        flavor = job(overrides(steps, folder, replicas, model), dist.get_world_size()).model_config
         plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas, build=build(model))
         for _ in range(steps):
             plain.step()

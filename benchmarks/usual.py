@@ -28,16 +28,16 @@ SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim":
 WARM_UP = 5
 
 
-def turns(head_dim: int, positions: int, theta: float) -> Tensor:
+def rotations(head_dim: int, positions: int, theta: float) -> Tensor:
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.outer(torch.arange(positions).float(), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate pairs of (batch, tokens, heads, head_dim)."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(3).type_as(x)
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(3).type_as(x)
 
 
 class Attention(nn.Module):
@@ -51,12 +51,12 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if head_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if head_norms else nn.Identity()
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         q = self.wq(x).view(batch, tokens, self.heads, self.head_dim)
         k = self.wk(x).view(batch, tokens, self.kv_heads, self.head_dim)
         v = self.wv(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        q, k = rotate(self.q_norm(q), turns), rotate(self.k_norm(k), turns)
+        q, k = rotate(self.q_norm(q), rotations), rotate(self.k_norm(k), rotations)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         values = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads
@@ -83,15 +83,15 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(self, h: Tensor, turns: Tensor) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns)
+    def forward(self, h: Tensor, rotations: Tensor) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rotations)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Usual(nn.Module):
     """Llama 3, or Qwen 3 with `head_norms`; without scaled wavelengths, ties and experts."""
 
-    turns: Tensor
+    rotations: Tensor
 
     def __init__(self, c: Any, positions: int, head_norms: bool) -> None:
         super().__init__()
@@ -99,12 +99,14 @@ class Usual(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(c, head_norms) for i in range(c.n_layers)})
         self.norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.register_buffer("turns", turns(c.head_dim, positions, c.rope_theta), persistent=False)
+        self.register_buffer(
+            "rotations", rotations(c.head_dim, positions, c.rope_theta), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
         for block in self.layers.values():
-            h = block(h, self.turns[: tokens.size(1)])
+            h = block(h, self.rotations[: tokens.size(1)])
         return self.output(self.norm(h))
 
 

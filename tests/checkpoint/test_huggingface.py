@@ -169,10 +169,10 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     says(capsys.readouterr().out, shlex.join(options))
     imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
     trained = job([*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
-    assert (trained.spec, trained.model) == (imported.spec, imported.model)
+    assert (trained.spec, trained.model_config) == (imported.spec, imported.model_config)
     in_hf = [each.config.checkpoint.initial_load_in_hf for each in (trained, imported)]
     assert in_hf == [True, False]
-    assert getattr(imported.model, "dropout", 0.2) == 0.2
+    assert getattr(imported.model_config, "dropout", 0.2) == 0.2
     tensors = all_tensors(hf)
     shutil.rmtree(hf)  # the config of the import has all that it needs
     model = load_model(imported, out / "step-0", torch.device("cpu")).eval()
@@ -199,7 +199,7 @@ def test_flavor_hf_takes_fields_and_tokenizer_of_a_folder_unless_others_are_give
         job(argv, 1)
     argv.append(f"--checkpoint.initial_load_path={tmp_path}")
     expected = replace(SCALED, vocab_size=999, rope_scaling=RopeScaling(factor=2.0))
-    assert job(argv, 1).model == expected
+    assert job(argv, 1).model_config == expected
     assert job(argv, 1).config.model.hf_assets_path == str(tmp_path)
     assert job([*argv, "--model.hf_assets_path="], 1).config.model.hf_assets_path == ""
 
@@ -266,7 +266,7 @@ def start_counting(argv: list[str], folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", sample(MODELS, "gpt2"))
 def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
     argv, mesh = MODELS[model]
-    live = written(job(argv, 1).model, tmp_path / "hf")
+    live = written(job(argv, 1).model_config, tmp_path / "hf")
     argv = [*argv, *mesh, "--checkpoint.initial_load_in_hf"]
     argv.append(f"--checkpoint.initial_load_path={tmp_path}/hf")
     total = sum(tensor.numel() for tensor in live.values())
@@ -280,7 +280,7 @@ def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
 @pytest.fixture
 def from_hf(tmp_path) -> str:
     """The option that starts from a folder of Hugging Face, which `hf` is."""
-    written(job(TINY, 1).model, tmp_path / "hf")
+    written(job(TINY, 1).model_config, tmp_path / "hf")
     return f"--checkpoint.initial_load_path={tmp_path}/hf"
 
 
@@ -483,7 +483,7 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
     target = tmp_path / "checkpoint/hf-step-3"
     says(found["log"], target)
     live = {name: tensor.bfloat16() for name, tensor in found["weights"].items()}
-    assert holds(target, job(argv, 1).model, live)
+    assert holds(target, job(argv, 1).model_config, live)
     assert ends_documents("checkpoint/hf-step-3/generation_config.json") == ids - 1
 
     def export_to(name: str, *options: str) -> None:

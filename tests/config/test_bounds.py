@@ -12,7 +12,8 @@ import pytest
 from titanlite.config.job import Job, job_from
 from titanlite.config.legal import legal
 from titanlite.config.load import CommandLine, ConfigError
-from titanlite.config.schema import KEYS, Mixture, value_of
+from titanlite.config.schema import KEYS, Mixture
+from titanlite.config.section import value_of
 from titanlite.registry import get_model
 
 VALUES = (-1, 0, 1e-300, 1_000_000_000_000, math.nan, math.inf, -math.inf, "word", [1], {"a": 1})
@@ -117,7 +118,7 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
         if not is_number or value < 0 or (is_whole and value in (1e-300, 1_000_000_000_000)):
             assert "model.overrides" in message and field in message, f"{value} is accepted"
         elif job:
-            assert attrgetter(field)(job.model) == value, f"{value} is ignored"
+            assert attrgetter(field)(job.model_config) == value, f"{value} is ignored"
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,6 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
     [
         ({"model.overrides.rope_theta": 0}, "0.000001"),
         ({"model.name": "qwen3", "model.overrides.top_k": 2}, "top_k: no effect"),
-        ({"fault.spike_sigma": 3.0, "fault.spike_window": 300}, "legal: 2 to 299"),
-        (
-            {"fault.spike_sigma": 3.0, "fault.spike_window": 2, "training.steps": 2},
-            "has 2; remove fault.spike_sigma",
-        ),
         ({"lr_scheduler.decay_ratio": 1e-9}, "of 300; legal: 0.0"),
         ({"optimizer.eps": 1e-300}, "a number >= 1e-30"),
         ({"comm.train_timeout_seconds": 15, "training.dataset": "c4_test"}, ""),
@@ -152,7 +148,7 @@ STAGES = "parallelism.pipeline_parallel_degree"
         (MOE | HIDDEN, "model.overrides.hidden_dim"),
         (MOE, ""),
         (HIDDEN | {"model.name": "qwen3"}, ""),
-        ({"fault.spike_sigma": 4.0, "training.steps": 128}, "no effect: fault.spike_sigma"),
+        ({"fault.spike_sigma": 4.0, "training.steps": 128}, "steps: fault.spike_sigma"),
         ({"fault.spike_sigma": 4.0, "training.steps": 129}, ""),
         ({STAGES: 6}, "stages 0, 5 of 6"),
         ({STAGES: 2}, ""),

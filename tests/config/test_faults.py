@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tests.messages import refused, says
+from tests.messages import says
 from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
-from titanlite.config.schema import value_of
+from titanlite.config.section import value_of
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
 from titanlite.models.common import RopeScaling
@@ -206,12 +206,12 @@ def test_a_nested_field_of_a_flavor_is_overridden_alone_wherever_it_is_written(t
     )
     options = ["--training.dataset=tokens", "--training.dataset_path=x"]
     for argv in ([f"{ROPE}.factor=4"], [ROPE, "{factor = 4}"]):
-        of_file = job(*options, *argv, files=("debug.toml", str(path))).model
+        of_file = job(*options, *argv, files=("debug.toml", str(path))).model_config
         assert of_file.rope_scaling == RopeScaling(4.0, 3.0), "the file's other value"
-        assert job(*argv).model.rope_scaling == RopeScaling(4.0), "the defaults"
-    of_flavor = job(*options, "--model.flavor=1B", f"{ROPE}.low_freq_factor=2").model
+        assert job(*argv).model_config.rope_scaling == RopeScaling(4.0), "the defaults"
+    of_flavor = job(*options, "--model.flavor=1B", f"{ROPE}.low_freq_factor=2").model_config
     assert of_flavor.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
-    assert job(f"{ROPE}={{}}").model.rope_scaling == RopeScaling()
+    assert job(f"{ROPE}={{}}").model_config.rope_scaling == RopeScaling()
 
 
 def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):
@@ -240,8 +240,7 @@ def test_the_device_that_was_found_is_used_but_not_saved():
         return job_from(parse_command_line([*argv], {}), world=1, training=True, device="cpu")
 
     assert found().config.job.device == "cpu" and found().given.job.device == "auto"
-    with refused("training.dataloader.pin_memory", kind=ConfigError):
-        found("--training.dataloader.pin_memory")
+    assert "training.dataloader.pin_memory" in found("--training.dataloader.pin_memory").idle
 
 
 def test_invalid_fields_have_their_defaults_while_others_are_read():

@@ -111,11 +111,6 @@ BATCH = "--training.local_batch_size"
         (f"{BATCH}=1", "training.global_batch_size could be 8"),
         (f"{PP}_schedule=DualPipeV {BATCH}=2", "stages (4)"),
         (f"{PP}_schedule=Interleaved1F1B {BATCH}=7", "3 with 2 ranks"),
-        (f"{SPLIT} {FSDP}_reshard_after_forward=always", 'use "never"'),
-        (f"{SPLIT} {FSDP}_forward_prefetch=1", "GPipe or 1F1B"),
-        (f"{SPLIT} {FSDP}_backward_prefetch=1", "GPipe or 1F1B"),
-        (f"{FSDP}_backward_prefetch=1", 'fsdp_reshard_after_forward "always"'),
-        ("--parallelism.defer_gradient_sync=replicas", "parallelism.defer_gradient_sync"),
         (f"{SPLIT} --compile.enable", "Interleaved1F1B or LoopedBFS"),
         (f"{SPLIT} --activation_checkpoint.mode=full", "Interleaved1F1B or LoopedBFS"),
         (f"{SPLIT} --activation_checkpoint.mode=selective", "Interleaved1F1B or LoopedBFS"),
@@ -131,7 +126,7 @@ def test_what_a_schedule_cannot_do_is_refused_with_what_it_can(options, part):
 
 
 def test_all_faults_of_a_pipeline_are_named_at_once():
-    both = f"{SPLIT} {GPT2} --compile.enable {FSDP}_reshard_after_forward=always"
+    both = f"{SPLIT} {GPT2} --compile.enable --activation_checkpoint.mode=full"
     with refused("3 configuration errors", kind=ConfigError):
         job(*both.split(), f"{PP}_microbatch_size=3", world=4)
 

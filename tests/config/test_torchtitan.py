@@ -19,7 +19,7 @@ RESOLVES = {  # file: the smallest number of ranks, and the model
     "debug": (1, "llama3 debugmodel"),
     "8b": (1, "llama3 8B"),
     "70b": (8, "llama3 70B"),
-    "405b": (16, "llama3 405B"),
+    "405b": (8, "llama3 405B"),
     "qwen3_0.6b": (1, "qwen3 0.6B"),
     "qwen3_1.7b": (1, "qwen3 1.7B"),
     "qwen3_32b": (1, "qwen3 32B"),

@@ -19,7 +19,6 @@ from tests.parallel.rows import (
 )
 from titanlite.config.load import ConfigError
 
-ASYNC = f"{TP} --parallelism.enable_async_tensor_parallel"
 BUDGET = f"{RECOMPUTED}memory_budget"
 ENABLE, LOSS_ONLY = "--compile.enable", "--compile.enable --compile.components=['loss']"
 SEQUENCE, VALIDATION = "--training.seq_len=", "--validation.enable --validation.seq_len="
@@ -46,9 +45,6 @@ ROWS = [
     (EVEN, 2, f"{TP} {HEADS}", ("1 key and value heads", "legal: 1")),
     (EVEN, 2, f"{TP} {SEQUENCE}15", ("2 does not divide 15 tokens",)),
     (EVEN, 2, f"{TP} {VALIDATION}15", ("2 does not divide 15", "validation sequence")),
-    (EVEN, 2, ASYNC, (COMPILE,)),
-    (EVEN, 2, f"{ASYNC} {LOSS_ONLY}", (COMPILE,)),
-    (EVEN, 2, f"{ASYNC} {ENABLE}", ("enable_async_tensor_parallel", "GPUs")),
     # A budget of memory, parameters kept whole, and float16.
     (TINY, 1, BUDGET, (COMPILE,)),
     (TINY, 1, f"{BUDGET} {LOSS_ONLY}", (COMPILE,)),

@@ -107,7 +107,7 @@ def combine_unsorted(places, received, total):
     return places(received, total)[0], torch.arange(total), received.sum(0)
 
 
-@fault("parallel.balance.Balance.end_step", "dp2", variant="bias")
+@fault("parallel.balance.ExpertLoad.end_step", "dp2", variant="bias")
 def counts_per_rank(end_step, *call):
     """biases follow the choices of each rank's own tokens"""
     with patch.object(dist, "all_reduce", lambda *args, **how: None):
@@ -160,7 +160,7 @@ def divided_twice(set_sums, model, context, experts):
     set_sums(model, context, experts)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(context.job.layout.batch))
+            module.set_gradient_divide_factor(float(context.job.layout.data_parallel))
 
 
 @fault("parallel.init.fill", "dp2", "replicate4")
@@ -370,7 +370,7 @@ def positions_guessed(positions, batch):
     return positions(batch) if is_first else positions_restart(positions, batch)
 
 
-@fault("parallel.pipeline_parallel.split", "pp2")
+@fault("parallel.pipeline_parallel.cut", "pp2")
 def blocks_swapped(split, model, spec, stages):
     """two stages have each other's blocks"""
 

@@ -40,7 +40,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     named = resume.manifest.base if resume.manifest else None
     if named and named != folder.base:  # a rewind finds it in place
         given = job.config.checkpoint.initial_load_path
-        BaseWeights(named, given, job.spec, job.model, folder.group).read(state.frozen())
+        BaseWeights(named, given, job.spec, job.model_config, folder.group).read(state.frozen())
     if named:
         return named
     is_whole = resume.continues or resume.exclude or not folder.settings.enable

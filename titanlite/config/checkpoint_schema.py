@@ -4,15 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.section import Natural, NonNegative, Only, Positive, Seconds, Section
+from titanlite.config.needs import IN_BUCKET, LOADING, PINNED, VERIFIABLE
+from titanlite.config.section import Natural, Needs, NonNegative, Positive, Seconds, Section
 
-_UPLOADS = Only("checkpoint.enable", "checkpoints on s3, gs or az")
+_UPLOADS = Needs("checkpoint.enable", IN_BUCKET)
 
 
 class Checkpoint(Section):
     """Saving and loading."""
 
-    only = Only("checkpoint.enable")
+    needs = Needs("checkpoint.enable")
     enable: bool = False
     """Save checkpoints, and resume from them."""
     folder: str = "checkpoint"
@@ -22,13 +23,15 @@ class Checkpoint(Section):
     save and fault.mtbf_hours, checked at logged steps."""
     interval_minutes: NonNegative = 0.0
     """Maximum minutes between checkpoints, checked at logged steps; 0 means no limit."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Annotated[
+        Literal["disabled", "async", "async_with_pinned_mem"], Needs("checkpoint.enable", PINNED)
+    ] = "disabled"
     """disabled: block until written; async: copy, then write in the background;
     async_with_pinned_mem: also copy in the background, into page-locked memory, before the next
     optimizer step (GPU only)."""
     keep_latest_k: Natural = 10
     """Checkpoints to keep that can be resumed; 0 keeps all."""
-    keep_every: Annotated[Natural, Only("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
+    keep_every: Annotated[Natural, Needs("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     after_save: str = ""
     """Command for a shell on node 0 after each save, with {checkpoint} for what was saved. It runs
@@ -41,22 +44,26 @@ class Checkpoint(Section):
     stall_timeout_seconds: Annotated[Seconds, _UPLOADS] = 120
     """Time after which a part without an answer is sent again; upload_parallel x part_mib must fit
     into it."""
-    load_step: Annotated[Literal[-1] | Natural, Only()] = -1
+    load_step: Annotated[
+        Literal[-1] | Natural, Needs("checkpoint.enable", why="nothing is resumed")
+    ] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
-    initial_load_path: Annotated[str, Only()] = ""
+    initial_load_path: Annotated[str, Needs()] = ""
     """Checkpoint, folder of them or dump folder to start from if there is nothing to resume; also a
     URL, or TorchTitan's."""
-    initial_load_in_hf: Annotated[bool, Only()] = False
+    initial_load_in_hf: Annotated[
+        bool, Needs("checkpoint.initial_load_path", why="nothing is loaded")
+    ] = False
     """initial_load_path is a folder in Hugging Face's format; implied where model.flavor = "hf"
     reads it."""
-    initial_load_model_only: Annotated[bool, Only("checkpoint.initial_load_path")] = True
+    initial_load_model_only: Annotated[bool, Needs("checkpoint.initial_load_path")] = True
     """Load only the weights from initial_load_path."""
-    exclude_from_loading: Annotated[list[str], Only("checkpoint.enable or initial_load_path")] = []
+    exclude_from_loading: Annotated[list[str], Needs(LOADING)] = []
     """Allowed differences from the checkpoint: patterns of names ("optimizer", "model.output.*", or
     a field of the model, "model.overrides.rope_theta"), or "data" for the position in the data."""
     last_save_model_only: bool = False
     """Save only the weights in the last checkpoint."""
-    last_save_in_hf: Annotated[bool, Only()] = False
+    last_save_in_hf: Annotated[bool, Needs("checkpoint.enable", why="nothing is saved")] = False
     """Also write the last weights in Hugging Face's format, to hf-step-N next to the
     checkpoints.
     """
@@ -67,5 +74,5 @@ class Checkpoint(Section):
     on_failure: Literal["stop", "warn"] = "stop"
     """After a failed save, or if the disk has no room for metrics: stop the run, or warn and
     continue."""
-    verify_on_load: Annotated[Literal["full", "sizes"], Only("a checkpoint to verify")] = "full"
+    verify_on_load: Annotated[Literal["full", "sizes"], Needs(VERIFIABLE)] = "full"
     """Checks before loading: checksums of all files, or sizes and the checksums of small files."""

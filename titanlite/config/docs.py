@@ -4,7 +4,6 @@ import json
 import textwrap
 
 from titanlite.config.legal import legal
-from titanlite.config.needs import without
 from titanlite.config.schema import KEYS, NEEDS, SECTIONS, JobConfig
 from titanlite.config.section import MOST
 from titanlite.config.toml import toml_value
@@ -104,9 +103,13 @@ def _rows(section: str) -> list[tuple[str, str, str, str]]:
 
 
 def _conditions(key: str) -> str:
-    """Return a sentence about when a key has no effect, or an empty string."""
-    reasons = [without(need) for need in NEEDS[key] if need != key]
-    return f" No effect {', or '.join(reasons)}." if reasons else ""
+    """Return sentences about what a key needs."""
+    text = ""
+    for needs in NEEDS[key]:
+        lacks = [need.lack for need in needs.conditions if need.key != key]
+        if lacks:
+            text += f" {'Refused' if needs.why else 'No effect'} {', or '.join(lacks)}."
+    return text
 
 
 def _one_line(text: str | None) -> str:

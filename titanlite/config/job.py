@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
-from titanlite.config.needs import keys_without_effect
-from titanlite.config.rules import data, parallel, pipeline, run
+from titanlite.config.rules import data, lacks, parallel, pipeline, run
 from titanlite.config.rules.check import Check
 from titanlite.config.schema import KEYS, JobConfig, with_values
 from titanlite.config.stages import Stages
@@ -27,7 +26,7 @@ class Job:
     layout: Layout
     batch: Batch
     spec: ModelSpec
-    model: Any
+    model_config: Any
     """The model's flavor with its overrides."""
     shape: ModelDims
     stages: Stages
@@ -37,8 +36,8 @@ class Job:
         """Return lines about legal settings that may surprise."""
         bare = pipeline.bare_stages(self.stages, self.spec.blocks)
         warmup = run.long_warmup(self.config)
-        lines = self.no_effect, warmup, run.idle_spikes(self.config), bare
-        return [*filter(None, (*lines, self.spec.remark(self.model)))]
+        lines = self.no_effect, warmup, bare
+        return [*filter(None, (*lines, self.spec.remark(self.model_config)))]
 
     @property
     def no_effect(self) -> str:
@@ -86,9 +85,10 @@ def job_from(
     model = shape = None
     if of_flavor:
         spec, model, shape = of_flavor
+    lacks.apply_rules(check)
     run.apply_rules(check, resolved, spec, model)
     ranks = world or 0
-    layout = check.find(parallel.find_layout, check.config, resolved, ranks, spec=spec, shape=shape)
+    layout = check.find(parallel.find_layout, check.config, ranks, spec=spec, shape=shape)
     parallel.apply_rules(check, ranks, layout, spec, model, shape)
     batch = check.find(data.find_batch, check.config, layout)
     data.apply_rules(check, layout, shape)
@@ -96,13 +96,12 @@ def job_from(
     if check.faults:
         raise ConfigError(check.faults)
     assert spec and shape and layout and batch and stages
-    on_this_mesh, on_any = keys_without_effect(resolved, layout, batch)
-    idle = on_this_mesh | on_any
+    idle = lacks.idle_keys(resolved, layout, batch)
     if resolved.model.flavor != "hf":  # the folder of hf gives all fields
         for name, why in spec.idle(model).items():
             if f"model.overrides.{name}" in loaded.entries:
                 idle[f"model.overrides.{name}"] = why
-    # Other commands use keys that are off in a training, as `titanlite generate` uses [generate].
-    dropped = idle if training else on_this_mesh
-    config = with_values(resolved, {key: KEYS[key].default for key in dropped if key in KEYS})
+    config = resolved
+    if training:
+        config = with_values(config, {key: KEYS[key].default for key in idle if key in KEYS})
     return Job(config, given, idle, layout, batch, spec, model, shape, stages)

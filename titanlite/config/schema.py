@@ -12,19 +12,23 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.checkpoint_schema import Checkpoint
+from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE, TOKENS
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
 from titanlite.config.section import (
     BatchSize,
     Decay,
     Fraction,
     Natural,
+    Needs,
     NonNegative,
-    Only,
     OrNone,
     Positive,
     Section,
+    value_of,
 )
 from titanlite.config.watch_schema import Comm, Debug, FaultSection, Metrics, Profiling
+
+_NOT_MIXED = Needs(NO_MIXTURE, why="every source has its own")
 
 
 class JobSection(Section):
@@ -71,8 +75,8 @@ class Model(Section):
 class Lora(Section):
     """LoRA: the product of two narrow matrices is trained next to a matrix, all else is frozen."""
 
-    only = Only("lora.rank")
-    rank: Annotated[Natural, Only()] = 0
+    needs = Needs("lora.rank")
+    rank: Natural = 0
     """Width of the narrow matrices; 0 trains the model itself."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The product is scaled by alpha / rank."""
@@ -88,17 +92,17 @@ class Dataloader(Section):
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes per rank that read data; 0 reads in a thread of the trainer."""
     persistent_workers: Annotated[
-        bool, Only("training.dataloader.num_workers", "validation.enable")
+        bool, Needs("training.dataloader.num_workers", "validation.enable")
     ] = False
     """Keep the worker processes between validations."""
-    pin_memory: bool = False
-    """Page-lock batches for the copy to a GPU: always done with a GPU, refused on a CPU."""
+    pin_memory: Annotated[bool, Needs(GPU)] = False
+    """Page-lock batches for the copy to a GPU: always done with a GPU."""
     prefetch_factor: Annotated[
-        int, Field(ge=1, le=1024), Only("training.dataloader.num_workers")
+        int, Field(ge=1, le=1024), Needs("training.dataloader.num_workers")
     ] = 2
     """Batches that each worker process reads ahead."""
     token_dtype: Annotated[
-        Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Only("token shards")
+        Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Needs(TOKENS)
     ] = ""
     """Type of ids in files that do not say it; unset: the smallest that holds the vocabulary."""
 
@@ -117,10 +121,10 @@ class Mixture(Section):
 class Training(Section):
     """Data, batch size, sequence length and precision of the training."""
 
-    dataset: str = "python-stdlib"
+    dataset: Annotated[str, _NOT_MIXED] = "python-stdlib"
     """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
     c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
-    dataset_path: str = ""
+    dataset_path: Annotated[str, _NOT_MIXED] = ""
     """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://)."""
     text_key: str = "text"
     """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
@@ -141,12 +145,12 @@ class Training(Section):
     mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the forward and backward pass (FSDP2's cast of parameters)."""
     mixed_precision_reduce: Annotated[
-        Literal["float32", "bfloat16", "float64"], Only("data parallel or offload")
+        Literal["float32", "bfloat16", "float64"], Needs(GRADIENT_SUMS)
     ] = "float32"
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; the optimizer runs there."""
-    offload_folder: str = ""
+    offload_folder: Annotated[str, Needs("training.enable_cpu_offload")] = ""
     """Folder on each node's own disk (NVMe) for the optimizer state of enable_cpu_offload."""
     gc_freq: Positive = 50
     """Steps between runs of Python's garbage collector, on all ranks and at no other time."""
@@ -156,7 +160,7 @@ class Training(Section):
     """
     document_mask: bool = False
     """Restrict attention to the token's own document, and count positions from its start."""
-    repeat: bool = True
+    repeat: Annotated[bool, Needs(NO_MIXTURE, why="its sources repeat without end")] = True
     """Start the next epoch when the data ends; false stops the run then."""
     loss_chunks: Positive = 1
     """Pieces of each sequence in the loss; the logits of one at a time are in memory; 1 is off."""
@@ -200,7 +204,7 @@ class Optimizer(Section):
     """How the step is computed, fastest first. SGD uses foreach for fused, which it lacks for
     sharded parameters.
     """
-    no_decay: Annotated[list[str], Only("optimizer.weight_decay")] = ["norms", "biases"]
+    no_decay: Annotated[list[str], Needs("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the optimizer's running means. float32 stores them like the parameters
@@ -217,16 +221,16 @@ class LRScheduler(Section):
     """Last step of the decay; none means training.steps."""
     decay_ratio: Annotated[Fraction | None, OrNone] = None
     """Fraction of total_steps that decays; none means all steps after the warm-up."""
-    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Only("steps of decay")] = "linear"
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], Needs(DECAY)] = "linear"
     """Shape of the decay."""
-    min_lr_factor: Annotated[Fraction, Only("steps of decay")] = 0.0
+    min_lr_factor: Annotated[Fraction, Needs(DECAY)] = 0.0
     """Fraction of the learning rate at the end of the decay."""
 
 
 class Validation(Section):
     """Loss on held-out data."""
 
-    only = Only("validation.enable")
+    needs = Needs("validation.enable")
     enable: bool = False
     """Validate during training, and at its end."""
     dataset: str = "python-stdlib-validation"
@@ -248,7 +252,7 @@ class Validation(Section):
 class Generate(Section):
     """Text sampled from the model."""
 
-    only = Only("generate.at_end")
+    needs = Needs("generate.at_end")
     prompt: str = ""
     """Text to continue."""
     tokens: Positive = 200
@@ -298,20 +302,13 @@ SECTIONS = {
 KEYS = {name: field for name, field in _fields(JobConfig) if name not in SECTIONS}
 
 
-NEEDS = {
-    key: next(
-        part.needs
-        for part in (*field.metadata, SECTIONS[key.rpartition(".")[0]].only)
-        if isinstance(part, Only)
-    )
-    for key, field in KEYS.items()
-}
-"""What each key needs to have an effect; a run names the first condition that is not met."""
+def _needs_of(key: str, field: FieldInfo) -> list[Needs]:
+    own = [part for part in field.metadata if isinstance(part, Needs)]
+    return own or [SECTIONS[key.rpartition(".")[0]].needs]
 
 
-def value_of(config: JobConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
+NEEDS = {key: _needs_of(key, field) for key, field in KEYS.items()}
+"""What each key needs; the first condition that is not met is named."""
 
 
 def is_set(config: JobConfig, key: str) -> bool:

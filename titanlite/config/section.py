@@ -1,10 +1,19 @@
-"""What a section of the config is, and the types that its keys share."""
+"""What a section of the config is, the types that its keys share, and how a key declares a need."""
 
-from typing import Annotated, ClassVar, get_args
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from titanlite.config.stages import Schedule
+from titanlite.layout import Batch, Layout
+
+if TYPE_CHECKING:
+    from titanlite.config.schema import JobConfig
 
 MOST = 2**31 - 1
 """The largest whole number of any key: libraries in C take no larger one."""
@@ -23,13 +32,50 @@ AnyCase = BeforeValidator(
 )
 
 
-class Only:
-    """The keys (true, not 0, not empty) and conditions of needs.py without which a key has no
-    effect.
+@dataclass(frozen=True)
+class Condition:
+    """What a config has or lacks."""
+
+    lack: str
+    """Its absence in words."""
+    holds: Callable[[JobConfig], bool]
+    key: str = ""
+    """The key that must be true, not 0 or not empty, if that is the condition."""
+
+
+@dataclass(frozen=True)
+class MeshCondition:
+    """What a job has or lacks on its mesh."""
+
+    lack: str
+    """Its absence in words."""
+    holds: Callable[[JobConfig, Layout, Batch], bool]
+    by_ranks: bool = True
+    """Whether it is a matter of how many ranks there are."""
+    key: str = ""
+
+
+class Needs:
+    """What a key needs to have an effect: other keys, and conditions of needs.py.
+
+    A key that is set and lacks a need is named at the start of a run, which goes on as if the key
+    had its default. It is refused instead if the run would then compute other numbers, or load or
+    save something else, than the key asks for: such a need says what would be missing, as `why`.
+    --help and docs/config.md name all needs.
     """
 
-    def __init__(self, *needs: str) -> None:
-        self.needs = needs
+    def __init__(self, *needs: str | Condition | MeshCondition, why: str = "") -> None:
+        self.conditions = [_of_key(need) if isinstance(need, str) else need for need in needs]
+        self.why = why
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _of_key(key: str) -> Condition:
+    return Condition(f"without {key}", lambda config: bool(value_of(config, key)), key)
 
 
 class Section(BaseModel):
@@ -40,5 +86,5 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
-    only: ClassVar[Only] = Only()
+    needs: ClassVar[Needs] = Needs()
     """Of all keys that do not declare their own."""

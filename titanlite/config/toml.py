@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import KEYS, JobConfig, value_of
-from titanlite.config.section import Section
+from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.section import Section, value_of
 from titanlite.errors import UserError
 
 if sys.version_info >= (3, 11):

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
-from titanlite.config.schema import KEYS, JobConfig, nested, value_of
+from titanlite.config.schema import KEYS, JobConfig, nested
+from titanlite.config.section import value_of
 from titanlite.errors import UserError, first_line, install_command
 from titanlite.observe.metrics import Values
 from titanlite.observe.run_folder import RUN_ID

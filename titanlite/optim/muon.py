@@ -90,7 +90,8 @@ class Spread:
 
     def box(self, coordinate: tuple[int, ...]) -> Box:
         """Return the region of a shard."""
-        size, start = self.weight.shape, (0,) * self.weight.dim()
+        size = self.weight.shape
+        start = (0,) * self.weight.dim()
         if isinstance(self.weight, DTensor):
             size, start = torch_private.shard_at(self.weight, coordinate)
         box = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
@@ -246,7 +247,8 @@ def _spreads(
         holders.setdefault(shard, []).append(holder)
         if holder == rank:
             own = shard
-    for number in range(len(weight) if weight.dim() == 3 else 1):
+    matrices = len(weight) if weight.dim() == 3 else 1
+    for number in range(matrices):
         yield Spread(weight, number, holders, own)
 
 

@@ -5,7 +5,7 @@ need not be rehearsed.
 import torch
 
 from titanlite.config.job import Job
-from titanlite.config.schema import value_of
+from titanlite.config.section import value_of
 from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import optimizer_bytes, trained_parameters

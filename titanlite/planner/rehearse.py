@@ -128,12 +128,11 @@ def _rehearsing(
         fake_tensor_mode(),
         waiting_as_on_a_device(),
         without_values(),
-        patch.object(expert_parallel, "on_host", sizes),
-        patch.object(moe, "on_host", stand_ins.even_groups),
+        patch.object(expert_parallel, "exchange_sizes_on_host", sizes),
+        patch.object(moe, "sizes_on_host", stand_ins.even_groups),
         patch.object(torch, "compile", compile_without_code),
         patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
         patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
-        patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
     ):
         yield
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
-from titanlite.config.schema import value_of, with_values
+from titanlite.config.schema import with_values
+from titanlite.config.section import value_of
 from titanlite.layout import divisors
 from titanlite.observe.progress import track
 from titanlite.planner.bounds import FLOAT8, Facts

@@ -8,12 +8,11 @@ to where one exists. Imports are late where they are slow, so that anything may 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -203,10 +202,13 @@ def share_reshard_meshes() -> Iterator[None]:
         return made[key]
 
     modules: tuple[Any, ...] = _fsdp_init, _fully_shard
-    with ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(patch.object(module, "_get_post_forward_mesh_info", once))
+    for module in modules:
+        module._get_post_forward_mesh_info = once
+    try:
         yield
+    finally:
+        for module in modules:
+            module._get_post_forward_mesh_info = original
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:

@@ -53,9 +53,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule
 
-        print(
-            fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model)))
-        )
+        rules = job.spec.rules(job.model_config)
+        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in rules)))
     elif arguments.pipeline:
         print(_pipeline(job))
     elif arguments.placements:

@@ -33,7 +33,7 @@ CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """Facts about a rank."""
 
     rank: int
@@ -77,7 +77,7 @@ MUST_BE_EQUAL = {
 }
 
 
-def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> Facts:
+def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> RankFacts:
     """Return the facts of this rank.
 
     Call it on all ranks: they read their clocks at the same time.
@@ -96,7 +96,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     system = os.statvfs(folder)
     if rank.world > 1:
         dist.barrier()
-    return Facts(
+    return RankFacts(
         rank.rank,
         rank.host,
         re.sub(
@@ -117,7 +117,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     )
 
 
-def compare(own: Facts, world: int) -> list[Facts]:
+def compare(own: RankFacts, world: int) -> list[RankFacts]:
     """Raise the same UserError on all ranks if they cannot train together.
 
     Return all facts on rank 0.
@@ -127,7 +127,7 @@ def compare(own: Facts, world: int) -> list[Facts]:
     return facts
 
 
-def require_equal(facts: Sequence[Facts], world: int) -> None:
+def require_equal(facts: Sequence[RankFacts], world: int) -> None:
     """Raise the same UserError on all ranks if they cannot train together; rank 0 has the facts."""
     verdict = ["\n".join(differences(facts))]
     if world > 1:
@@ -136,7 +136,7 @@ def require_equal(facts: Sequence[Facts], world: int) -> None:
         raise UserError(verdict[0])
 
 
-def differences(facts: Sequence[Facts]) -> list[str]:
+def differences(facts: Sequence[RankFacts]) -> list[str]:
     """Return the facts that must not differ and do, each value with its ranks and hosts."""
     lines = []
     for what, name in MUST_BE_EQUAL.items():
@@ -153,7 +153,7 @@ def differences(facts: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def _value(what: str, own: Facts, first: Facts) -> str:
+def _value(what: str, own: RankFacts, first: RankFacts) -> str:
     """Return a fact; of a config the keys that differ."""
     if what != "the config":
         return getattr(own, MUST_BE_EQUAL[what])
@@ -164,15 +164,15 @@ def _value(what: str, own: Facts, first: Facts) -> str:
     return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
 
 
-def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[Facts]]:
+def by(value_of: Callable[[RankFacts], K], facts: Iterable[RankFacts]) -> dict[K, list[RankFacts]]:
     """Group ranks by a value."""
-    groups: dict[K, list[Facts]] = {}
+    groups: dict[K, list[RankFacts]] = {}
     for own in facts:
         groups.setdefault(value_of(own), []).append(own)
     return groups
 
 
-def named(facts: Sequence[Facts]) -> str:
+def named(facts: Sequence[RankFacts]) -> str:
     """Return such as "ranks 0-3, 6 on a, b"."""
     runs = [
         [own.rank for _, own in run]
@@ -185,7 +185,7 @@ def named(facts: Sequence[Facts]) -> str:
     )
 
 
-def agreement(facts: Sequence[Facts]) -> str:
+def agreement(facts: Sequence[RankFacts]) -> str:
     """Return the line of equal facts."""
     first, hosts = facts[0], len({own.host for own in facts})
     ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
@@ -196,7 +196,7 @@ def agreement(facts: Sequence[Facts]) -> str:
     )
 
 
-def notable(facts: Sequence[Facts]) -> list[str]:
+def notable(facts: Sequence[RankFacts]) -> list[str]:
     """Return facts that are allowed but worth a warning."""
     hosts, lines = by(lambda own: own.host, facts), []
     for what, groups in (

@@ -25,7 +25,7 @@ from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
 from titanlite.optim.build import TrainedParam
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.parallel.balance import Balance
+from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.validate import Cost
@@ -85,7 +85,7 @@ class Report:
         loss: Tensor,
         norm: Tensor,
         valid_tokens: Tensor,
-        balance: Balance,
+        balance: ExpertLoad,
     ) -> None:
         """Take the step's time, and log the step if due: only there the host waits for the device.
 

@@ -10,7 +10,8 @@ from titanlite import __version__
 from titanlite.checkpoint.manifest import CONFIG, read_document
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.pipeline_order import headline
-from titanlite.config.schema import KEYS, JobConfig, config_of, value_of
+from titanlite.config.schema import KEYS, JobConfig, config_of
+from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.data.chat import ChatTokenizer
 from titanlite.errors import format_bytes

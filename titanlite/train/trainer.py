@@ -44,14 +44,13 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
-from titanlite.train.bad_steps import Spike
 from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
-from titanlite.train.guard import StepGuard
+from titanlite.train.guard import Spike, StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
-from titanlite.train.rank_facts import Facts, compare, facts_of
+from titanlite.train.rank_facts import RankFacts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Cost, validation_loss
@@ -70,7 +69,7 @@ class RunData:
     """The data of validation if enabled, and what loads it."""
     validation_loader: Loader | None
 
-    def add_to(self, facts: Facts) -> Facts:
+    def add_to(self, facts: RankFacts) -> RankFacts:
         """Return a rank's facts with the fingerprints of its data."""
         if self.held_out is not None:
             facts = replace(facts, validation=self.held_out.fingerprint)
@@ -134,8 +133,9 @@ class Trainer:
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
         report = _build_report(context, model, data, rank_info, log)  # of the model as it is
-        is_filled = resume.continues and not resume.exclude
-        parts, notes = build_parts(model, context, None if is_filled else seed)
+        is_filled = resume.continues and not resume.exclude  # by the checkpoint
+        initial_seed = None if is_filled else seed
+        parts, notes = build_parts(model, context, initial_seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
         runner = _build_step_runner(context, parts, seed, rank_info.rank)
@@ -200,7 +200,8 @@ class Trainer:
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""
         settings = self.job.config.training.dataloader
-        data, rank_slice = self.data.training, self.data.rank_slice
+        data = self.data.training
+        rank_slice = self.data.rank_slice
         loader = build_loader(data, rank_slice, self.consumed, None, settings)
         if isinstance(loader, StreamLoader) and self.consumed and self.resume.streams:
             loader.load_state_dict(self.resume.stream_state(rank_slice.coordinate))
@@ -373,7 +374,7 @@ class Trainer:
 
 def _connect(
     job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
-) -> tuple[Mesh, Facts]:
+) -> tuple[Mesh, RankFacts]:
     """Return the mesh, whose groups connect all that follows, and the facts of this rank."""
     if job.config.debug.deterministic:  # before the first operation
         use_deterministic_algorithms()
@@ -470,9 +471,11 @@ def _build_step_runner(
 def _restore(checkpoints: CheckpointFolder, resume: Resume, runner: StepRunner) -> TrainingState:
     """Load the checkpoint that the run starts from, if any."""
     context = runner.context
-    parts, optimizer = runner.model.parts, runner.optimizer
+    parts = runner.model.parts
+    optimizer = runner.optimizer
     pp = context.mesh.pp
-    state = TrainingState(parts, optimizer, context.table, pp.get_group() if pp else None)
+    stages = pp.get_group() if pp else None
+    state = TrainingState(parts, optimizer, context.table, stages)
     source.restore(checkpoints, resume, state)
     checkpoints.check_space(state)
     if resume.folder:

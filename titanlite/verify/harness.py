@@ -88,7 +88,7 @@ def with_role(job: Job, pattern: str, role: Role) -> Job:
     }
     rules = tuple(
         replace(rule, tensor=roles.get(rule.pattern, rule.tensor))
-        for rule in job.spec.rules(job.model)
+        for rule in job.spec.rules(job.model_config)
     )
     return replace(job, spec=replace(job.spec, rules=lambda flavor: rules))
 

@@ -117,7 +117,7 @@ class RowRunner:
         if self(row).passed:
             return ""
         job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
-        for rule in job.spec.rules(job.model):
+        for rule in job.spec.rules(job.model_config):
             for role in OTHER_ROLES.get(rule.tensor, []):
                 if (
                     not rule.pattern.endswith(".bias")

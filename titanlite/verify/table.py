@@ -89,7 +89,7 @@ class Row:
             --parallelism.context_parallel_degree={mesh.cp}
             --parallelism.tensor_parallel_degree={mesh.tp}
             --parallelism.expert_parallel_degree={mesh.ep}
-            --training.local_batch_size={SAMPLES // mesh.batch // int(self.accumulation)}
+            --training.local_batch_size={SAMPLES // mesh.data_parallel // int(self.accumulation)}
             {" ".join(flags)}""".split()
 
     def __str__(self) -> str:

@@ -20,11 +20,10 @@ from tests.parallel.float8.jobs import (
     EVERY_LAYER,
     FILTER,
     FLOAT8,
-    PRECOMPUTED,
     RECIPE,
     WIDE,
 )
-from tests.parallel.rows import CHUNKS, OFFLOADED, RESHARD, TP, on_a_fake_rank
+from tests.parallel.rows import CHUNKS, RESHARD, TP, on_a_fake_rank
 from titanlite.config.load import ConfigError
 from titanlite.launch.nodes import gpu_capability
 from titanlite.launch.preflight import check_machine
@@ -186,8 +185,6 @@ ODD = ["--training.local_batch_size=3", "--training.seq_len=8"]
         ([RECIPE + "rowwise", AG], 2, (ALL_GATHER, 'recipe_name = "tensorwise"')),
         ([RECIPE + "rowwise_with_gw_hp", AG], 2, (ALL_GATHER, "other shards")),
         ([AG, f"{RESHARD}2"], 4, ("fsdp_reshard_after_forward", "float8")),
-        ([PRECOMPUTED], 2, ("precompute_float8_dynamic_scale_for_fsdp", "gathered in float8")),
-        ([AG, PRECOMPUTED, OFFLOADED], 2, ("precompute_float8", "enable_cpu_offload")),
         (FLOAT64, 1, ("float8.enable", "float64")),
         (ODD, 1, ("float8.enable", "= 24 tokens")),
     ],

@@ -50,11 +50,11 @@ def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None
     def export_it() -> None:
         job, source = folder.job, step_folder(folder.root, step)
         manifest = read_manifest(source)
-        translation = translation_of(source, manifest, job.spec, job.model)
+        translation = translation_of(source, manifest, job.spec, job.model_config)
         base = None
         if manifest.base:
             given = job.config.checkpoint.initial_load_path
-            base = BaseWeights(manifest.base, given, job.spec, job.model)
+            base = BaseWeights(manifest.base, given, job.spec, job.model_config)
         fetch = weights_of(source, manifest, base, getattr(torch, job.config.training.dtype))
         dtype = getattr(torch, folder.settings.export_dtype)
         files = documents(translation.config, dtype, tokenizer)

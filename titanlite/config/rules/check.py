@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from titanlite.config.load import ConfigFault, Loaded
-from titanlite.config.schema import JobConfig, value_of
-from titanlite.config.section import Section
+from titanlite.config.schema import JobConfig
+from titanlite.config.section import Section, value_of
 
 Refusals = Iterator[tuple[str, str]]
 """Keys, each with its fault."""

@@ -2,7 +2,7 @@
 
 from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import KEYS, JobConfig
+from titanlite.config.schema import JobConfig
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
@@ -27,13 +27,13 @@ def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | Non
     one.
     """
     local, total = config.training.local_batch_size, config.training.global_batch_size
-    unit = local * layout.batch
+    unit = local * layout.data_parallel
     if total == -1 or total % unit == 0:
-        return Batch(local, layout.batch, max(1, total // unit))
+        return Batch(local, layout.data_parallel, max(1, total // unit))
     below, above = total // unit * unit, (total // unit + 1) * unit
     why = (
         f"must be a multiple of local_batch_size {local} x "
-        f"data-parallel degree {layout.batch} = {unit}"
+        f"data-parallel degree {layout.data_parallel} = {unit}"
     )
     refuse(
         "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
@@ -131,14 +131,6 @@ def _mixtures_add_up(config: JobConfig) -> Refusals:
             "training.mixture",
             f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
         )
-    if not training.repeat:
-        yield "training.repeat", "every source of a mixture repeats, so it never ends; use true"
-    for name in ("dataset", "dataset_path"):
-        if getattr(training, name) != KEYS[f"training.{name}"].default:
-            yield (
-                f"training.{name}",
-                f"every source of training.mixture has its own {name}; remove the key",
-            )
     for number, part in enumerate(parts, 1):
         if why := _path_fault(part.dataset, part.dataset_path):
             yield "training.mixture", f"entry {number}: {why}"

@@ -8,7 +8,6 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.config.needs import asks_for_sharding
 from titanlite.config.rules.check import Check, InvalidField, Refusals, Refuse
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import fills_stages
@@ -40,7 +39,6 @@ def apply_rules(
     """Apply the rules of this file."""
     config = check.config
     check.apply(_tensor_parallel_divides_the_model, config, world, spec, model, shape)
-    check.apply(_async_tensor_parallel_has_what_it_needs, config)
     check.apply(_context_parallel_divides_the_sequence, config, world, spec, shape)
     check.apply(_expert_parallel_finds_experts, config, spec, model, shape)
     check.apply(_expert_parallel_divides_experts_and_ranks, layout, shape)
@@ -58,7 +56,6 @@ def apply_rules(
 def find_layout(
     refuse: Refuse,
     config: JobConfig,
-    plain: JobConfig,
     world: int,
     *,
     spec: ModelSpec | None,
@@ -66,16 +63,14 @@ def find_layout(
 ) -> Layout | None:
     """Return the mesh; refuse degrees that do not fill the world.
 
-    Without a world size, it is the smallest world where every key has an effect; `plain` has
-    defaults for invalid fields.
+    Without a world size, it is the smallest that the degrees allow.
     """
     settings = config.parallelism
     degree = {name: getattr(settings, key) for name, key in DEGREES.items()}
     shard, others = settings.data_parallel_shard_degree, math.prod(degree.values())
     ep, experts = settings.expert_parallel_degree, bool(shape and shape.experts)
     if not world and shard == -1:
-        for_experts = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
-        shard = max(2 if asks_for_sharding(plain) else 1, for_experts)
+        shard = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
     world = world or others * shard
     if world % others == 0 and shard in (-1, world // others):
         return Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
@@ -198,21 +193,6 @@ def _tensor_parallel_divides_the_model(
                 "parallelism.tensor_parallel_degree",
                 _does_not_divide(tp, f"{size} {what}", legal),
             )
-
-
-def _async_tensor_parallel_has_what_it_needs(config: JobConfig) -> Refusals:
-    parallelism, compiler = config.parallelism, config.compile
-    if not parallelism.enable_async_tensor_parallel:
-        return
-    key = "parallelism.enable_async_tensor_parallel"
-    if not (compiler.enable and "model" in compiler.components and compiler.backend == "inductor"):
-        yield (
-            key,
-            'is done by the compiler: set compile.enable, "model" in compile.components, '
-            "backend inductor",
-        )
-    if config.job.device == "cpu" and parallelism.tensor_parallel_degree > 1:
-        yield key, "needs GPUs that reach each other's memory, and job.device is cpu"
 
 
 def _context_parallel_divides_the_sequence(
@@ -349,13 +329,3 @@ def _float8_can_be_gathered(config: JobConfig) -> Refusals:
         if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
             why = f"weights that stay sharded over some ranks lose their float8 form; with {key}"
             yield "parallelism.fsdp_reshard_after_forward", f'{why} use "always" or "never"'
-    if float8.precompute_float8_dynamic_scale_for_fsdp:
-        precompute = _FLOAT8 + "precompute_float8_dynamic_scale_for_fsdp"
-        if not float8.enable_fsdp_float8_all_gather:
-            yield precompute, f"is for weights that are gathered in float8; set {key}"
-        if config.training.enable_cpu_offload:
-            yield (
-                precompute,
-                "a scale is lost in the copy from host memory; "
-                "use it or training.enable_cpu_offload",
-            )

@@ -44,8 +44,6 @@ def check_stages(
     modules = check.find(_find_modules, config, world, spec, shape, layout, number=number)
     stages = check.find(_stages, config, layout, batch, micro_batch, modules)
     check.apply(_schedule_has_its_micro_batches, config, layout, stages)
-    check.apply(_gathers_are_the_schedules, config, layout)
-    check.apply(_sums_wait_for_the_end_of_the_step, config, layout)
     check.apply(_halves_of_the_backward_pass_can_run, config, layout)
     check.apply(_tied_weights_are_on_two_ranks, spec, model, layout, stages)
     check.apply(_groups_fit_the_stages, config, spec, shape, layout, stages)
@@ -204,49 +202,11 @@ def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: S
         right = [m for m in range(step, 2 * n * pp, step) if m % max(1, m // pp) == 0]
         legal = [*[m for m in right if m < n][-1:], *[m for m in right if m > n][:1]]
     if needed:
-        batches = _listed(m * stages.size * layout.batch for m in legal)
+        batches = _listed(m * stages.size * layout.data_parallel for m in legal)
         yield (
             _SCHEDULE,
             f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}",
         )
-
-
-def _gathers_are_the_schedules(config: JobConfig, layout: Layout) -> Refusals:
-    """All but GPipe and 1F1B gather a stage's parameters as a whole, before the stage is first
-    used.
-    """
-    settings = config.parallelism
-    reshard, schedule = settings.fsdp_reshard_after_forward, settings.pipeline_parallel_schedule
-    if layout.pp == 1 or layout.max_shard_degree == 1:
-        return
-    if schedule not in SINGLE:
-        why = f"{schedule} gathers whole stages and keeps them"
-        if reshard not in ("default", "never"):
-            yield (
-                f"{_FSDP}reshard_after_forward",
-                f'{why}; use "never" (the default here), or GPipe or 1F1B',
-            )
-        for way in ("forward", "backward"):
-            if getattr(settings, f"fsdp_{way}_prefetch"):
-                yield f"{_FSDP}{way}_prefetch", f"{why}; remove the key, or use GPipe or 1F1B"
-    elif settings.fsdp_backward_prefetch and reshard in ("default", "never"):
-        why = (
-            "under pipeline parallel parameters stay gathered, "
-            "so that nothing is gathered in a backward pass"
-        )
-        yield (
-            f"{_FSDP}backward_prefetch",
-            f'{why}; remove the key, or use fsdp_reshard_after_forward "always"',
-        )
-
-
-def _sums_wait_for_the_end_of_the_step(config: JobConfig, layout: Layout) -> Refusals:
-    if layout.pp > 1 and config.parallelism.defer_gradient_sync == "replicas":
-        why = (
-            "under pipeline parallel gradients are kept whole until the end of the step, "
-            "and then summed once"
-        )
-        yield "parallelism.defer_gradient_sync", f"{why}; remove the key"
 
 
 def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> Refusals:

@@ -6,7 +6,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import KEYS, JobConfig, is_set, value_of
+from titanlite.config.schema import KEYS, JobConfig, is_set
+from titanlite.config.section import value_of
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS, STATES
 from titanlite.config.urls import LEGAL_URLS, split_url
 from titanlite.errors import UserError
@@ -57,12 +58,10 @@ def apply_rules(check: Check, plain: JobConfig, spec: ModelSpec | None, model: A
     check.apply(_names_are_registered, config, spec)
     check.apply(_optimizer_has_the_keys, config, spec)
     check.apply(_schedule_fits_the_steps, config)
-    check.apply(_spikes_can_be_judged, config)
     check.apply(_precisions_agree, config)
     check.apply(_folders_are_inside_the_dump_folder, config)
     check.apply(_paths_can_exist, config)
-    check.apply(_cpu_has_what_is_used, plain)
-    check.apply(_checkpoints_are_enabled, config)
+    check.apply(_a_stop_has_time_to_save, config)
     check.apply(_states_have_names_of_here, config)
     check.apply(_stores_are_legal, config)
     check.apply(_hugging_face_knows_the_model, config, spec)
@@ -162,12 +161,10 @@ def _optimizer_has_the_keys(
                 f"optimizer.{name}",
                 f"{optimizer.name} does not use this key; remove it, or use AdamW",
             )
-    if not config.training.offload_folder:
+    if not (config.training.offload_folder and config.training.enable_cpu_offload):
         return
     if not optimizer.elementwise:
         yield "optimizer.name", "training.offload_folder is for AdamW and Adam"
-    if not config.training.enable_cpu_offload:
-        yield "training.offload_folder", "needs training.enable_cpu_offload"
     if config.optimizer.state_dtype != "float32":
         yield "optimizer.state_dtype", 'training.offload_folder keeps the bits; use "float32"'
     if config.checkpoint.enable and config.checkpoint.async_mode != "disabled":
@@ -188,27 +185,6 @@ def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
     if schedule.decay_ratio and not decay:
         legal = f"0.0 for no decay, or at least {1 / total:.2g}"
         yield "lr_scheduler.decay_ratio", f"rounds to no steps of decay, of {total}; legal: {legal}"
-
-
-def _spikes_can_be_judged(config: JobConfig) -> Refusals:
-    fault, steps = config.fault, config.training.steps
-    is_given = is_set(config, "fault.spike_window")
-    if is_given and fault.spike_sigma and fault.spike_window >= steps:
-        legal = f"legal: 2 to {steps - 1}" if steps > 2 else "remove fault.spike_sigma"
-        why = f"a step is judged after as many good ones, and the run has {steps}; {legal}"
-        yield "fault.spike_window", why
-
-
-def idle_spikes(config: JobConfig) -> str:
-    """Return a line about spikes that a run is too short to judge, or an empty string."""
-    fault, steps = config.fault, config.training.steps
-    why = (
-        f"a step is judged after {fault.spike_window} good ones (fault.spike_window), "
-        f"and the run has {steps}"
-    )
-    return f"no effect: fault.spike_sigma, since {why}" * bool(
-        fault.spike_sigma and fault.spike_window >= steps
-    )
 
 
 def long_warmup(config: JobConfig) -> str:
@@ -267,59 +243,11 @@ def _paths_can_exist(config: JobConfig) -> Refusals:
         yield "job.dump_folder", 'must be the name of a folder; "." is the current one'
 
 
-def _cpu_has_what_is_used(config: JobConfig) -> Refusals:
-    if config.job.device != "cpu":
-        return
-    if config.training.dataloader.pin_memory:
-        yield (
-            "training.dataloader.pin_memory",
-            "pinned memory is for copies to a GPU, and job.device is cpu",
-        )
-    if config.checkpoint.async_mode == "async_with_pinned_mem":
-        yield (
-            "checkpoint.async_mode",
-            'pinned memory is for copies from a GPU, and job.device is cpu; use "async"',
-        )
-    if config.profiling.enable_memory_snapshot:
-        why = (
-            "records a GPU's allocator, and job.device is cpu; "
-            "profiling.enable_profiling works on a CPU"
-        )
-        yield "profiling.enable_memory_snapshot", why
-
-
-def _checkpoints_are_enabled(config: JobConfig) -> Refusals:
-    settings, fault = config.checkpoint, config.fault
-    if settings.enable and 0 < 60 * fault.stop_after_minutes <= fault.grace_seconds:
+def _a_stop_has_time_to_save(config: JobConfig) -> Refusals:
+    fault = config.fault
+    if config.checkpoint.enable and 0 < 60 * fault.stop_after_minutes <= fault.grace_seconds:
         grace = f"{fault.grace_seconds / 60:g} minutes of it (fault.grace_seconds)"
         yield "fault.stop_after_minutes", f"the last {grace} are for saving; it must be more"
-    if settings.enable:
-        return
-    if fault.spike_sigma and fault.on_spike == "rollback":
-        yield (
-            "fault.on_spike",
-            'there is nothing to go back to with checkpoint.enable = false; set it, or use "skip"',
-        )
-    if fault.stop_after_minutes:
-        yield (
-            "fault.stop_after_minutes",
-            "nothing is saved with checkpoint.enable = false; set it to true",
-        )
-    if settings.interval == "auto":
-        yield (
-            "checkpoint.interval",
-            "nothing is saved with checkpoint.enable = false; set it to true",
-        )
-    if settings.load_step != -1:
-        yield (
-            "checkpoint.load_step",
-            "nothing is resumed with checkpoint.enable = false; set it to true",
-        )
-    if settings.last_save_in_hf:
-        yield (
-            "checkpoint.last_save_in_hf",
-            "nothing is saved with checkpoint.enable = false; set it to true",
-        )
 
 
 def _states_have_names_of_here(config: JobConfig) -> Refusals:
@@ -352,8 +280,6 @@ def _hugging_face_knows_the_model(config: JobConfig, spec: ModelSpec) -> Refusal
                 "plain files of any model's checkpoint"
             )
             yield f"checkpoint.{name}", f"{spec.name} has no Hugging Face names; {remedy}"
-    if settings.initial_load_in_hf and not settings.initial_load_path:
-        yield "checkpoint.initial_load_in_hf", "needs a folder in checkpoint.initial_load_path"
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
         yield (
             "checkpoint.initial_load_model_only",

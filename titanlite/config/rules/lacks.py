@@ -1,0 +1,43 @@
+"""What follows where a key lacks what it needs: it is refused, or has no effect."""
+
+from titanlite.config.rules.check import Check, Refusals
+from titanlite.config.schema import NEEDS, JobConfig, is_set
+from titanlite.config.section import Condition, MeshCondition, Needs
+from titanlite.layout import Batch, Layout
+
+
+def apply_rules(check: Check) -> None:
+    """Refuse the keys whose lack would change the numbers, or what is loaded or saved."""
+    for key, declared in NEEDS.items():
+        for needs in declared:
+            if needs.why:
+                check.apply(_asks_in_vain, check.config, key, needs)
+
+
+def _asks_in_vain(config: JobConfig, key: str, needs: Needs) -> Refusals:
+    if not is_set(config, key):
+        return
+    for need in needs.conditions:
+        assert isinstance(need, Condition), "a refusal waits for no mesh"
+        if not need.holds(config):
+            remedy = f"set {need.key}, or remove the key" if need.key else "remove the key"
+            yield key, f"{need.lack} {needs.why}; {remedy}"
+
+
+def idle_keys(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]:
+    """Return the keys of a valid config that have no effect, each with the reason."""
+    idle = dict[str, str]()
+    for key, declared in NEEDS.items():
+        if not is_set(config, key):
+            continue
+        for need in (need for needs in declared for need in needs.conditions):
+            if isinstance(need, MeshCondition):
+                holds = need.holds(config, layout, batch)
+                lack = "on 1 rank" if layout.world == 1 and need.by_ranks else need.lack
+            else:
+                holds = need.holds(config)
+                lack = need.lack
+            if not holds:
+                idle[key] = lack
+                break
+    return idle
