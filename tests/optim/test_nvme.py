@@ -274,7 +274,6 @@ REFUSED = {
     "--optimizer.name=Muon": ("optimizer.name", KEY, "AdamW"),
     "--optimizer.state_dtype=bfloat16": ("optimizer.state_dtype", '"float32"'),
     "--checkpoint.enable --checkpoint.async_mode=async": ("async_mode", '"disabled"'),
-    "--training.no_enable_cpu_offload": (KEY, "training.enable_cpu_offload"),
 }
 
 

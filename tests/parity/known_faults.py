@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.models.common.moe import Router
 from titanlite.optim.muon import orthogonalize
@@ -163,7 +163,7 @@ def divided_twice(set_sums, model, context, experts):
             module.set_gradient_divide_factor(float(context.job.layout.data_parallel))
 
 
-@fault("parallel.init.fill", "dp2", "replicate4")
+@fault("parallel.init.fill", "tp2", "dp2", "replicate4")
 def seed_per_rank(fill, parameter, name, rule, seed):
     """every rank draws initial values with another seed"""
     fill(parameter, name, rule, seed + dist.get_rank())
@@ -264,6 +264,18 @@ def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
     return norm
 
 
+@fault("optim.grad_norm._norm", "tp2")
+def replicas_counted(norm, gradients, p):
+    """the norm counts a parameter once for each rank that holds all of it"""
+    first = gradients[0]
+    copies = 1
+    if isinstance(first, DTensor):
+        for dimension, placement in enumerate(first.placements):
+            if placement.is_replicate():
+                copies *= first.device_mesh.size(dimension)
+    return norm(gradients, p) * copies ** (1 / p)
+
+
 @fault("optim.muon.Muon._orthogonalize", "dp2", "tp2")
 def parts_orthogonalized(whole, muon, weights, parts):
     """Muon orthogonalizes each rank's shard instead of the whole matrix"""
@@ -286,6 +298,11 @@ def reduction_in_bf16(policy, **how):
 @fault("data.loader.MicroBatch.documents", "tp2", documents="on")
 def documents_mixed(documents, batch):
     """attention crosses from one document to the next"""
+
+
+@fault("data.loader.MicroBatch.documents", "pp2", documents="on")
+def documents_dropped(documents, batch):
+    """stages of a pipeline are not told where documents end"""
 
 
 @fault("parallel.context_parallel.Partial", "cp2")
@@ -333,6 +350,12 @@ def microbatch_averaged(build, *call):
     schedule = build(*call)
     schedule.scale_grads = True
     return schedule
+
+
+@fault("train.step.StepRunner.forward_backward", "pp2")
+def pipeline_undivided(run, runner, step, batches, valid_tokens):
+    """a pipeline divides the loss by its tokens after the backward pass"""
+    return run(runner, step, batches, torch.ones_like(valid_tokens)) / valid_tokens
 
 
 @fault("train.step.clip_grad_norm", "pp2")

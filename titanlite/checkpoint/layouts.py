@@ -34,7 +34,8 @@ def layout_of(tensor: torch.Tensor) -> Split:
     """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
     if not isinstance(tensor, DTensor):
         return Split()
-    splits, late = list[tuple[Any, int]](), list[tuple[Any, int]]()
+    splits = list[tuple[Any, int]]()
+    late = list[tuple[Any, int]]()
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)  # every kind of shard has one
         # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.

@@ -161,7 +161,6 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     """Load a checkpoint into the live tensors, all of it or nothing."""
     manifest = resume.foreign or resume.manifest
     folder = resume.folder
-    exclude = resume.exclude
     assert manifest and folder
     tensors = state.chosen(not resume.continues, manifest.base is None)
     saved = {
@@ -177,7 +176,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     names = {*saved, *wanted}
     if resume.continues:
         names.add(DATA)
-    check_exclude_patterns(exclude, names)
+    check_exclude_patterns(resume.exclude, names)
     if resume.foreign and not resume.continues:  # which casts weights as it reads them
         saved, wanted = (
             {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
@@ -185,7 +184,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         )
     if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
-    loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
+    loaded = {name for name in {*saved, *wanted} if not excluded(name, resume.exclude)}
     both = manifest.tensors, tensors
     for name in loaded & manifest.tensors.keys() & tensors.keys():
         if name.endswith("lora_A"):

@@ -64,7 +64,8 @@ class Split:
         region = [slice(0, size) for size in shape]
         writer = self.first
         for dim, axis in self.splits:
-            number, stride = self.sizes[axis], self.strides[axis]
+            number = self.sizes[axis]
+            stride = self.strides[axis]
             index = (rank - self.first) // stride % number
             region[dim] = _part(region[dim], number, index)
             writer += index * stride
@@ -162,10 +163,13 @@ def header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> b
 
     torch's HuggingFaceStorageReader joins the ranks' files by its marks.
     """
-    entries, offsets, end = dict[str, Any](), {}, 0
+    entries = dict[str, Any]()
+    offsets = {}
+    end = 0
     for name, region in regions.items():
         sizes = sizes_of(region)
-        begin, end = end, end + tensors[name].bytes_of(sizes)
+        begin = end
+        end = end + tensors[name].bytes_of(sizes)
         kind = TYPES[tensors[name].dtype][0]
         entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": (begin, end)}
         offsets[name] = {"saved_offsets": [each.start for each in region]}

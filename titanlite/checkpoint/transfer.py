@@ -76,7 +76,8 @@ def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Pa
     if not is_remote(step):
         yield step
         return
-    source, folder = step / manifest.attempt, _cache_of(step, manifest)
+    source = step / manifest.attempt
+    folder = _cache_of(step, manifest)
     store.make_folder(folder)
     with _locked(folder / _IN_USE, fcntl.LOCK_SH):
         for name in names:

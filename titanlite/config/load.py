@@ -32,6 +32,8 @@ SHIPPED = Path(__file__).parent.parent / "train_configs"
 
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 _NO_OPTION = "is not an option"
+_PROBLEMS = {"missing": "is missing", "extra_forbidden": "is unknown"}
+"""Types of pydantic's errors, in words; others keep their message."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class ConfigError(UserError):
                 title += f"   ({fault.origin})"
             blocks.setdefault(title, []).append(f"      {fault.why}")
         lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
-        plural = "s" * (len(blocks) != 1)
-        count = f"{len(blocks)} configuration error{plural}"
+        errors = "error" if len(blocks) == 1 else "errors"
+        count = f"{len(blocks)} configuration {errors}"
         if all(fault.why.startswith(_NO_OPTION) for fault in self.faults):
-            count = f"{len(blocks)} error{plural} in the command line"
+            count = f"{len(blocks)} {errors} in the command line"
         return "\n".join([f"{count}; nothing was started", *lines])
 
 
@@ -104,49 +106,61 @@ class CommandLine:
 def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLine:
     """Split `--config FILE…` from `--section.key value` overrides."""
     line = CommandLine()
-    rest = [argument.encode(errors="replace").decode() for argument in argv]
-    line.faults = [
-        ConfigFault(text, "is not UTF-8, as TOML must be") for text in rest if text not in argv
-    ]
+    rest = []
+    for text in argv:
+        argument = text.encode(errors="replace").decode()
+        if argument != text:
+            line.faults.append(ConfigFault(argument, "is not UTF-8, as TOML must be"))
+        rest.append(argument)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--":
-            if argument.startswith("-") and rest and not rest[0].startswith("-"):
-                del rest[0]  # its value
-            hint = _option_meant(argument)
-            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
+        if argument.startswith("--") and argument != "--":
+            _read_option(argument, rest, line)
             continue
-        name, equals, text = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        values = [text] if equals else []
-        dash = "-" if name == "config" else "--"  # a value may be a negative number
-        while (
-            not equals
-            and rest
-            and not rest[0].startswith(dash)
-            and (name == "config" or not values)
-        ):
-            values.append(rest.pop(0))
-        if name in ("config", "job.config_file"):
-            if "" in (values or [""]):
-                line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
-            line.files += filter(None, values)
-            line.old_spelling |= name != "config"
-        elif "." not in name:
-            hint = _keys_named(name)
-            line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {hint}"))
-        elif values:
-            line.put(name, _read_value(name, values[0]))
-        elif name in KEYS and "true or false" not in (
-            values_of := legal(KEYS[name].annotation, KEYS[name].metadata)
-        ):
-            line.faults.append(ConfigFault(argument, f"needs a value: {values_of}"))
-        else:  # --section.key switches on, --section.no_key switches off
-            on = name in KEYS or ".no_" not in name
-            line.put(name if on else name.replace(".no_", "."), on)
+        if argument.startswith("-") and rest and not rest[0].startswith("-"):
+            del rest[0]  # its value
+        line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {_option_meant(argument)}"))
     line.names_files = bool(line.files)
     line.files = line.files or [environ.get("CONFIG_FILE") or DEFAULT_CONFIG]
     return line
+
+
+def _read_option(argument: str, rest: list[str], line: CommandLine) -> None:
+    """Read an option into the line, and take its values from the rest of the arguments."""
+    name, equals, text = argument[2:].partition("=")
+    name = name.replace("-", "_")
+    values = [text]
+    if not equals:
+        values = _take_values(rest, several=name == "config")
+    if name in ("config", "job.config_file"):
+        if not values or "" in values:
+            line.faults.append(ConfigFault(argument, "needs the name of a TOML file"))
+        line.files += filter(None, values)
+        line.old_spelling |= name != "config"
+        return
+    if "." not in name:
+        line.faults.append(ConfigFault(argument, f"{_NO_OPTION}; {_keys_named(name)}"))
+        return
+    if values:
+        line.put(name, _read_value(name, values[0]))
+        return
+    if name not in KEYS:  # --section.no_key switches off
+        line.put(name.replace(".no_", "."), ".no_" not in name)
+        return
+    legal_values = legal(KEYS[name].annotation, KEYS[name].metadata)
+    if "true or false" in legal_values:
+        line.put(name, True)
+    else:
+        line.faults.append(ConfigFault(argument, f"needs a value: {legal_values}"))
+
+
+def _take_values(rest: list[str], several: bool) -> list[str]:
+    """Remove the values of an option from the rest of the arguments, and return them."""
+    values = list[str]()
+    dash = "-" if several else "--"  # a single value may be a negative number
+    while rest and not rest[0].startswith(dash) and (several or not values):
+        values.append(rest.pop(0))
+    return values
 
 
 def _option_meant(word: str) -> str:
@@ -188,7 +202,8 @@ def _read_value(key: str, text: str) -> Any:
 def _words(text: str) -> list[str]:
     """Return the words between commas; those of a list that a shell took the quotes from, too."""
     inside = text[1:].removesuffix("]") if text.startswith("[") else text
-    return [word for part in inside.split(",") if (word := part.strip(" \"'"))]
+    words = [part.strip(" \"'") for part in inside.split(",")]
+    return [word for word in words if word]
 
 
 def shipped_configs() -> list[str]:
@@ -220,19 +235,7 @@ def load(line: CommandLine) -> Loaded:
     tree: dict[str, Entry] = {}
     for name in line.files:
         try:
-            path = next((path for path in (Path(name), SHIPPED / name) if path.is_file()), None)
-            if path is None:
-                why = f"no such file, here or in train_configs/ ({', '.join(shipped_configs())})"
-                faults.append(
-                    ConfigFault(
-                        name, "is a folder; name a TOML file in it" if Path(name).is_dir() else why
-                    )
-                )
-                continue
-            _flatten(read_toml(path), "", name, tree)
-            for key, entry in tree.items():  # the files that ship with a config are next to it
-                if path.parent == SHIPPED and str(entry.value).startswith(f"{SHIPPED.name}/"):
-                    tree[key] = Entry(str(SHIPPED.parent / entry.value), entry.origin)
+            _read_file(name, tree)
         except (UserError, OSError) as error:
             faults.append(ConfigFault(name, str(error)))
     _flatten(line.overrides, "", "command line", tree)
@@ -242,21 +245,44 @@ def load(line: CommandLine) -> Loaded:
     config, invalid = _build(tree)
     if config.model.flavor == "hf":
         try:
-            # A name from elsewhere, as that of the default config, is not meant for the folder.
-            is_given = (
-                "model.name" in tree and tree["model.name"].origin == tree["model.flavor"].origin
-            )
-            file, found = read_flavor(config, is_given)
-            _flatten(found, "", file, below := dict[str, Entry]())
-            if file and not is_given:
-                tree.pop("model.name", None)
-            for key, entry in tree.items():
-                _flatten({key: entry.value}, "", entry.origin, below)
-            config, invalid = _build(tree := below)
+            tree = _over_folder(tree, config)
+            config, invalid = _build(tree)
         except UserError as error:
             invalid["model.flavor"] = str(error)
     faults += [tree[key].fault(key, why) for key, why in invalid.items()]
     return Loaded(config, tree, set(invalid), faults, notices)
+
+
+def _read_file(name: str, tree: dict[str, Entry]) -> None:
+    """Lay a file over the tree: one that is here, else one that ships."""
+    path = Path(name)
+    if not path.is_file():
+        path = SHIPPED / name
+    if not path.is_file():
+        if Path(name).is_dir():
+            raise UserError("is a folder; name a TOML file in it")
+        known = ", ".join(shipped_configs())
+        raise UserError(f"no such file, here or in train_configs/ ({known})")
+    _flatten(read_toml(path), "", name, tree)
+    if path.parent != SHIPPED:
+        return
+    for key, entry in tree.items():  # the files that ship with a config are next to it
+        if str(entry.value).startswith(f"{SHIPPED.name}/"):
+            tree[key] = Entry(str(SHIPPED.parent / entry.value), entry.origin)
+
+
+def _over_folder(tree: dict[str, Entry], config: JobConfig) -> dict[str, Entry]:
+    """Return the tree over the keys that the folder of `model.flavor hf` gives."""
+    # A name from elsewhere, as that of the default config, is not meant for the folder.
+    name = tree.get("model.name")
+    is_given = name is not None and name.origin == tree["model.flavor"].origin
+    file, found = read_flavor(config, is_given)
+    over: dict[str, Entry] = {}
+    _flatten(found, "", file, over)
+    for key, entry in tree.items():
+        if key != "model.name" or is_given or not file:
+            _flatten({key: entry.value}, "", entry.origin, over)
+    return over
 
 
 def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
@@ -265,7 +291,8 @@ def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
     if line.repeated:
         last = ", ".join(f"{key} = {toml_value(line.overrides[key])}" for key in line.repeated)
         lines.append(f"given more than once, the last one counts: {last}")
-    if tuning := [key for key in tree if (found := foreign(key)) and found.off is None]:
+    tuning = [key for key in tree if _only_tunes(key)]
+    if tuning:
         why = "keys for features that titanlite does not have"
         lines.append(f"no effect, TorchTitan's {why}: {', '.join(tuning)}")
     is_titans = line.old_spelling or any(map(foreign, tree))
@@ -274,6 +301,11 @@ def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
     if is_titans and not is_own and str(flavor.value).startswith("debugmodel"):
         lines.append(f"model.flavor: {DIFFERENT['model.flavor']}")
     return lines
+
+
+def _only_tunes(key: str) -> bool:
+    known = foreign(key)
+    return known is not None and known.off is None
 
 
 def load_valid(line: CommandLine) -> Loaded:
@@ -288,17 +320,14 @@ def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str,
     """Add every leaf of a table to the tree under its dotted name."""
     for name, value in table.items():
         key = RENAMED.get(prefix + name, prefix + name)
-        if isinstance(value, dict) and (
-            key in _TABLES or not _is_known(key) or (value and key not in KEYS)
-        ):
+        is_value = key not in _TABLES and _is_known(key) and (not value or key in KEYS)
+        if isinstance(value, dict) and not is_value:
             _flatten(value, key + ".", origin, tree)
             continue
-        for other in [
-            k for k in tree if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")
-        ]:
-            if (
-                _is_known(other) and other not in KEYS
-            ):  # a table's field and one that it contains: the later counts
+        for other in [*tree]:
+            overlaps = f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
+            # A table's field and one that it contains: the later counts.
+            if overlaps and _is_known(other) and other not in KEYS:
                 del tree[other]
         tree[key] = Entry(value, origin)
 
@@ -314,28 +343,29 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
     Unknown sections are one fault, however many keys they have.
     """
     unknown: dict[str, str] = {}
-    for key, entry in list(tree.items()):
+    for key, entry in [*tree.items()]:
         if _is_known(key) and key not in _TABLES:
             continue
         del tree[key]
-        if known := foreign(key):
+        known = foreign(key)
+        section = key.rpartition(".")[0]
+        if known:
             if known.off is not None and entry.value not in known.off:
                 yield entry.fault(key, f"{known.instead} (a key of TorchTitan)")
         elif key in SECTIONS or key in _TABLES:
             yield entry.fault(key, f"is a table: write [{key}] or --{key}.NAME VALUE")
         elif close := _nearest_key(key):
             yield entry.fault(key, f"unknown key; did you mean {close}?")
-        elif (section := key.rpartition(".")[0]) in SECTIONS:
-            yield entry.fault(
-                key, f"unknown key; [{section}] has: {', '.join(SECTIONS[section].model_fields)}"
-            )
+        elif section in SECTIONS:
+            fields = ", ".join(SECTIONS[section].model_fields)
+            yield entry.fault(key, f"unknown key; [{section}] has: {fields}")
         else:
             unknown[f"[{section or key}]"] = entry.origin
     if unknown:
-        why = f"unknown section{'s' * (len(unknown) > 1)}; known are: {', '.join(SECTIONS)}"
-        yield ConfigFault(
-            ", ".join(unknown), why, origin=" and ".join(dict.fromkeys(unknown.values()))
-        )
+        sections = "unknown section" if len(unknown) == 1 else "unknown sections"
+        why = f"{sections}; known are: {', '.join(SECTIONS)}"
+        origin = " and ".join(dict.fromkeys(unknown.values()))
+        yield ConfigFault(", ".join(unknown), why, origin=origin)
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:
@@ -366,35 +396,46 @@ def _nearest_key(key: str) -> str:
 
 def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
     """Return the config, and why values of keys are invalid: such keys have their defaults."""
+    values = {key: entry.value for key, entry in tree.items()}
     try:
-        return config_of({key: entry.value for key, entry in tree.items()}), {}
+        return config_of(values), {}
     except ValidationError as error:
-        problems, bad = error.errors(), dict[str, str]()
-    for problem in problems:  # a location goes deeper than the key where a type has parts
-        names = [*map(str, problem["loc"])]
-        depth, key = next(
-            (n, k) for n, k in enumerate(accumulate(names, "{}.{}".format), 1) if k in KEYS
-        )
-        why = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(
-            problem["type"], problem["msg"]
-        )
-        if names[depth:] and names[depth].isdigit():
-            entry = ": ".join([f"entry {int(names[depth]) + 1}", *names[depth + 1 :]])
-            bad[key] = f"{bad.get(key, '')}; {entry} {why.replace('Input should be', 'must be')}"
-        given, hint = tree[key], ""
-        if isinstance(given.value, str) and lists_words(KEYS[key].annotation):
-            words = _words(given.value)
-            typed = given.origin == "command line"
-            hint = f": {','.join(words) if typed else toml_value(words)}"
-        bad.setdefault(key, hint)
-    invalid: dict[str, str] = {}
-    for key in (key for key in KEYS if key in bad):
-        invalid[key] = f"must be {legal(KEYS[key].annotation, KEYS[key].metadata)}{bad[key]}"
-        if isinstance(tree[key].value, str) and (
-            close := nearest(tree[key].value, choices(KEYS[key].annotation))
-        ):
-            invalid[key] += f'; did you mean "{close}"?'
-        invalid[key] += "".join(
-            f"; {value} {why}" for value, why in NOT_DONE.items() if tree[key].value == value
-        )
-    return config_of({key: entry.value for key, entry in tree.items() if key not in bad}), invalid
+        problems = error.errors()
+    parts: dict[str, str] = {}
+    for problem in problems:
+        key, inside = _split_place([*map(str, problem["loc"])])
+        parts.setdefault(key, "")
+        if inside and inside[0].isdigit():
+            parts[key] += f"; entry {int(inside[0]) + 1}"
+            parts[key] += "".join(f": {name}" for name in inside[1:])
+            why = _PROBLEMS.get(problem["type"], problem["msg"])
+            parts[key] += f" {why.replace('Input should be', 'must be')}"
+    invalid = {key: _why_invalid(key, tree[key], parts[key]) for key in KEYS if key in parts}
+    return config_of({key: value for key, value in values.items() if key not in parts}), invalid
+
+
+def _split_place(names: list[str]) -> tuple[str, list[str]]:
+    """Return the key of a place in the config, and what is inside of its value."""
+    for number, key in enumerate(accumulate(names, "{}.{}".format), 1):
+        if key in KEYS:
+            return key, names[number:]
+    raise AssertionError(f"no key at {names}")
+
+
+def _why_invalid(key: str, entry: Entry, parts: str) -> str:
+    """Return what a key's value must be; `parts` says it of parts of the value."""
+    annotation = KEYS[key].annotation
+    why = f"must be {legal(annotation, KEYS[key].metadata)}"
+    if not isinstance(entry.value, str):
+        return why + parts
+    if lists_words(annotation):
+        words = _words(entry.value)
+        typed = ",".join(words)
+        why += f": {typed if entry.origin == 'command line' else toml_value(words)}"
+    why += parts
+    close = nearest(entry.value, choices(annotation))
+    if close:
+        why += f'; did you mean "{close}"?'
+    if entry.value in NOT_DONE:
+        why += f"; {entry.value} {NOT_DONE[entry.value]}"
+    return why

@@ -21,14 +21,15 @@ from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
-from titanlite.errors import UserError, format_bytes
+from titanlite.errors import UserError, counted, format_bytes
 from titanlite.observe.run_folder import git_revision
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
 
 K = TypeVar("K")
-CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
+CLOCK_SECONDS = 1.0
+FREE_BYTES = 1 << 30
 """Limits of a warning: clocks of hosts that are so far apart, and less space in the dump folder."""
 
 
@@ -160,8 +161,12 @@ def _value(what: str, own: RankFacts, first: RankFacts) -> str:
     changed = [
         f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()
     ]
-    more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
-    return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
+    if not changed:
+        return own.config_hash
+    shown = changed[:4]
+    if len(changed) > 4:
+        shown.append(f"and {len(changed) - 4} more")
+    return f"{own.config_hash} ({', '.join(shown)})"
 
 
 def by(value_of: Callable[[RankFacts], K], facts: Iterable[RankFacts]) -> dict[K, list[RankFacts]]:
@@ -174,21 +179,20 @@ def by(value_of: Callable[[RankFacts], K], facts: Iterable[RankFacts]) -> dict[K
 
 def named(facts: Sequence[RankFacts]) -> str:
     """Return such as "ranks 0-3, 6 on a, b"."""
-    runs = [
-        [own.rank for _, own in run]
-        for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])
-    ]
-    listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
-    return (
-        f"rank{'s' * (len(facts) > 1)} {listed} "
-        f"on {', '.join(dict.fromkeys(own.host for own in facts))}"
-    )
+    runs = []
+    for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0]):
+        ranks = [own.rank for _, own in run]
+        runs.append(f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
+    noun = "rank" if len(facts) == 1 else "ranks"
+    hosts = dict.fromkeys(own.host for own in facts)
+    return f"{noun} {', '.join(runs)} on {', '.join(hosts)}"
 
 
 def agreement(facts: Sequence[RankFacts]) -> str:
     """Return the line of equal facts."""
-    first, hosts = facts[0], len({own.host for own in facts})
-    ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    first = facts[0]
+    hosts = len({own.host for own in facts})
+    ranks = f"{counted(len(facts), 'rank')} on {counted(hosts, 'host')}"
     revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
     return (
         f"{ranks} agree: config {first.config_hash}, {first.software}, "
@@ -198,7 +202,8 @@ def agreement(facts: Sequence[RankFacts]) -> str:
 
 def notable(facts: Sequence[RankFacts]) -> list[str]:
     """Return facts that are allowed but worth a warning."""
-    hosts, lines = by(lambda own: own.host, facts), []
+    hosts = by(lambda own: own.host, facts)
+    lines = []
     for what, groups in (
         ("GPUs", by(lambda own: own.gpu, facts)),
         ("Pythons", by(lambda own: own.python, facts)),
@@ -209,16 +214,20 @@ def notable(facts: Sequence[RankFacts]) -> list[str]:
             )
             lines.append(f"ranks have different {what}: {having}")
     clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
-    if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
-        late, early = clocks[max(clocks)], clocks[min(clocks)]
+    apart = max(clocks) - min(clocks)
+    if apart > CLOCK_SECONDS:
+        late = clocks[max(clocks)]
+        early = clocks[min(clocks)]
         lines.append(
             f"the clock of {late} is {apart:.1f} s ahead of that of {early}, "
             "as times in their logs will be"
         )
-    if len(folders := by(lambda own: own.folder, facts)) > 1:
+    folders = by(lambda own: own.folder, facts)
+    if len(folders) > 1:
         each = "; ".join(named(group) for group in folders.values())
         lines.append(f"job.dump_folder is not shared: each of these has its own: {each}")
     for host, group in hosts.items():
-        if (free := min(own.free_bytes for own in group)) < FREE_BYTES:
+        free = min(own.free_bytes for own in group)
+        if free < FREE_BYTES:
             lines.append(f"job.dump_folder has only {format_bytes(free)} free on {host}")
     return lines

@@ -35,7 +35,8 @@ class Cost:
 
     @classmethod
     def of(cls, job: Job, loader: Any) -> "Cost":
-        settings, training = job.config.validation, job.config.training
+        settings = job.config.validation
+        training = job.config.training
         unit = settings.local_batch_size * job.batch.data_parallel
         step = job.batch.total * training.seq_len
         between = min(settings.freq, training.steps) * step
@@ -51,7 +52,8 @@ class Cost:
 
     def left(self, step: int, job: Job) -> int:
         """Return how many validations come after a step, and after those behind it."""
-        freq, last = job.config.validation.freq, job.config.training.steps
+        freq = job.config.validation.freq
+        last = job.config.training.steps
         return last // freq - (step - 1) // freq + (last % freq > 0)
 
 
