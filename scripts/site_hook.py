@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_MORE = "CONTRIBUTING.md AGENTS.md CHANGELOG.md SECURITY.md benchmarks/parity.md".split()
+_MORE = "CONTRIBUTING.md AGENTS.md CHANGELOG.md SECURITY.md".split()
 PAGES = {"README.md": "index.md"} | {page: page for page in _MORE}
 """Files of the repository by their name in the site; docs/ is its root."""
 

@@ -13,7 +13,6 @@ PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
-        *ROOT.glob("benchmarks/*.md"),
         ROOT / "tests/README.md",
     ]
 )
