@@ -269,7 +269,9 @@ def replicas_counted(norm, gradients, p):
     """the norm counts a parameter once for each rank that holds all of it"""
     copies = 1
     if isinstance(gradients[0], DTensor):
-        for size, placement in zip(gradients[0].device_mesh.shape, gradients[0].placements, strict=False):
+        for size, placement in zip(
+            gradients[0].device_mesh.shape, gradients[0].placements, strict=False
+        ):
             copies *= size if placement.is_replicate() else 1
     return norm(gradients, p) * copies ** (1 / p)
 
@@ -416,7 +418,7 @@ def loss_in_bf16(loss_sum, *call):
         return loss_sum(*call)
 
 
-@fault("parallel.parallelize.split", "dp2", recompute="full")
+@fault("parallel.parallelize.own_parts", "dp2", recompute="full")
 def names_wrapped(split, model, context):
     """a wrapper around the blocks changes their parameters' names"""
     blocks = model.get_submodule(context.job.spec.blocks)
