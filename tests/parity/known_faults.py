@@ -418,7 +418,7 @@ def loss_in_bf16(loss_sum, *call):
         return loss_sum(*call)
 
 
-@fault("parallel.parallelize.split", "dp2", recompute="full")
+@fault("parallel.parallelize.own_parts", "dp2", recompute="full")
 def names_wrapped(split, model, context):
     """a wrapper around the blocks changes their parameters' names"""
     blocks = model.get_submodule(context.job.spec.blocks)
