@@ -1,7 +1,7 @@
 """Attention under context parallel, its ranks played in turn by one process: how equal is their
 work?
 
-    python benchmarks/context.py [--tokens 4096] [--rounds 7] [--json benchmarks/cpu.json]
+    python benchmarks/context.py [--tokens 4096] [--rounds 7] [--json FILE]
 
 For 2, 4 and 8 ranks, with chunks from head and tail and without: the time of the slowest rank's
 attention over the mean, and the sum over the ranks over the whole sequence's attention in one
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.harness import keep  # noqa: E402
 from titanlite.models.common.attention import CausalAttention, causal_rows  # noqa: E402
 from titanlite.parallel.context_parallel import rank_chunks  # noqa: E402
 from titanlite.parallel.last_attention import last_attention  # noqa: E402
@@ -74,7 +74,7 @@ def main() -> None:
             f"a mask of tokens x tokens would take {2 * tokens**2 / 2**30:.2f}"
         )
     if arguments.json:
-        keep(arguments.json, "context", results)
+        keep(arguments.json, results)
 
 
 def _random(heads: int, tokens: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A layer with experts, on one rank: what routing costs, and what the grouped product gains over a
 loop.
 
-    python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json benchmarks/cpu.json]
+    python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json FILE]
 
 Forward and backward of a layer with 32 experts, 4 of them per token, against a gated feed-forward
 layer of the same active width, which does the same products; and of the experts alone, by torch's
@@ -23,7 +23,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.ratios import keep, ratio  # noqa: E402
+from benchmarks.harness import keep, ratio  # noqa: E402
 from titanlite.models.common.feed_forward import SwiGLU  # noqa: E402
 from titanlite.models.common.moe import Experts, MoE, Router  # noqa: E402
 
@@ -87,7 +87,6 @@ def main() -> None:
         }
         keep(
             arguments.json,
-            "experts",
             sizes | {"routed_of_dense": asdict(routing), "grouped_of_looped": asdict(grouping)},
         )
 

@@ -1,6 +1,6 @@
 """Compare the loader's speed on memory-mapped shards with a plain numpy gather of the same windows.
 
-    python benchmarks/loading.py [--rounds 7] [--seq 2048] [--json benchmarks/cpu.json]
+    python benchmarks/loading.py [--rounds 7] [--seq 2048] [--json FILE]
     python benchmarks/loading.py --shards FOLDER --root s3://bucket/copy     the same shards by URL
 
 Each round times the plain gather (one copy of each window, in the same order, in this thread), then
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.ratios import keep, ratio  # noqa: E402
+from benchmarks.harness import keep, ratio  # noqa: E402
 from titanlite.config.schema import Dataloader  # noqa: E402
 from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
@@ -78,7 +78,7 @@ def main() -> None:
         print(f"  the loader, {case:<22} {speed}")
         results[case] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
     if arguments.json:
-        keep(arguments.json, "loading", results)
+        keep(arguments.json, results)
 
 
 def _compare_with_a_store(arguments: argparse.Namespace) -> None:

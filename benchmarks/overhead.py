@@ -9,8 +9,7 @@ data with the same optimizer and initial values, step by step in turn in the sam
 must have the same losses. The time of a clock and the processor time are compared; other work on
 the machine disturbs the latter less. A step of the Trainer includes all that its loop does between
 two plain steps: data, logging, and checks of due work. Then each runs without the other to measure
-its peak memory, and the debug config is started to measure the time from the command to the first
-step. With --replicas nothing is sharded: HSDP with a shard degree of 1 against
+its peak memory. With --replicas nothing is sharded: HSDP with a shard degree of 1 against
 DistributedDataParallel."""
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,8 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.harness import keep, ratio  # noqa: E402
 from benchmarks.plain import LOG, Plain, write_tokens  # noqa: E402
-from benchmarks.ratios import jitter, keep, more_jitter, ratio  # noqa: E402
 from benchmarks.usual import BATCH, SEQ, SIZES, WARM_UP, build  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
@@ -43,18 +41,9 @@ from titanlite.verify.pool import Pool  # noqa: E402
 VOCAB, TOKENS = 256, 1 << 20
 SAME, SURE_STEPS = 1e-5, 100
 """How near losses must be, and in which first steps: later, differences of rounding have grown."""
-"""Largest relative difference of the losses, which float32 lets grow over hundreds of steps."""
 PRELOAD = ["titanlite.train.trainer", "torch._dynamo"]
-TORCH = ("-c", "import torch")
 Times = tuple[float, float]
 """Seconds by the clock, and of the process's threads on processors."""
-FIRST_STEP = (
-    "--training.steps=1",
-    "--job.device=cpu",
-    "--generate.no_at_end",
-    "--validation.no_enable",
-    "--checkpoint.no_enable",
-)
 
 
 # ------------------------------------------------------------------------------ in turn
@@ -126,7 +115,13 @@ def in_turn(
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
     run.plain = Plain(
-        run.job.model, data(folder), SEQ, BATCH, weights, replicas=replicas, build=build(model)
+        run.job.model_config,
+        data(folder),
+        SEQ,
+        BATCH,
+        weights,
+        replicas=replicas,
+        build=build(model),
     )
     run.ours, run.theirs = [], []
     run.train()
@@ -153,11 +148,8 @@ def steps_in_turn(
     pairs = list(zip(sure, losses[: len(sure)], strict=True))
     worst = max(abs(ours / plain - 1) for ours, plain in pairs)
     assert worst < SAME, f"these are not the same training: {pairs}"
-    found, of_processor, unsteady = (
-        ratio(ours, theirs),
-        ratio(processor, plain_processor),
-        more_jitter(ours, theirs),
-    )
+    found = ratio(ours, theirs)
+    of_processor = ratio(processor, plain_processor)
     data = statistics.mean(
         record["data_seconds"] / record["step_seconds"] for record in records[1:]
     )
@@ -171,18 +163,12 @@ def steps_in_turn(
         f"  processor time, of all ranks    {of_processor}, "
         f"plain {1000 * statistics.median(plain_processor):.0f} ms"
     )
-    print(
-        f"  jitter (p95 above the median)   {jitter(ours):.3f}, plain {jitter(theirs):.3f}: "
-        f"larger by {unsteady}"
-    )
     print(f"  losses                          within {worst:.1e} of each other")
     print(f"  wait for data                   {100 * data:.2f} % of the step", flush=True)
     return {
         "ratio": found.middle, "low": found.low, "high": found.high,
         "processor_ratio": of_processor.middle, "processor_low": of_processor.low,
-        "processor_high": of_processor.high, "jitter": float(jitter(ours)),
-        "plain_jitter": float(jitter(theirs)), "more_jitter_low": unsteady.low,
-        "more_jitter_high": unsteady.high, "losses_within": worst, "data_share": data,
+        "processor_high": of_processor.high, "losses_within": worst, "data_share": data,
     }  # fmt: skip
 
 
@@ -204,7 +190,7 @@ def peak_by_itself(
     watcher = threading.Thread(target=watch)
     watcher.start()
     if which == "plain":
-        flavor = job(overrides(steps, folder, replicas, model), dist.get_world_size()).model
+        flavor = job(overrides(steps, folder, replicas, model), dist.get_world_size()).model_config
         plain = Plain(flavor, data(folder), SEQ, BATCH, replicas=replicas, build=build(model))
         for _ in range(steps):
             plain.step()
@@ -246,56 +232,6 @@ def peaks(ranks: int, folder: Path, replicas: bool, model: str) -> dict[str, flo
     return {"memory_ratio": own / plain_own, "memory_ratio_with_files": every / plain_every}
 
 
-def seconds(*command: str, until: str = "") -> float:
-    """Return the seconds from starting a Python command to its line that starts with `until`, or to
-    its end.
-    """
-    began = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        bufsize=1,
-    ) as process:
-        assert process.stdout
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if until and line.startswith(until):
-                took = time.perf_counter() - began
-                break
-        else:
-            took = time.perf_counter() - began
-            assert not until, "".join(lines)
-        process.stdout.read()
-    return took
-
-
-def start_up(folder: Path) -> dict[str, float]:
-    """Return medians of three; the launcher checks config and machine first, with an own import of
-    torch.
-    """
-    worker = ("-m", "titanlite.train", *FIRST_STEP, f"--job.dump_folder={folder}/debug")
-    command = ("-m", "titanlite", "train", *worker[2:])
-    taken = [
-        (seconds(*TORCH), seconds(*worker, until="step:"), seconds(*command, until="step:"))
-        for _ in range(3)
-    ]
-    torch_import = statistics.median(one for one, _, _ in taken)
-    of_worker, of_command = (statistics.median(t[n] - t[0] for t in taken) for n in (1, 2))
-    print(f"start-up of debug.toml, without the {torch_import:.1f} s of torch's import:")
-    print(f"  a worker, to its first step     {of_worker:.1f} s")
-    print(
-        f"  the whole command, to that      {of_command:.1f} s (a second import of torch included)",
-        flush=True,
-    )
-    return {
-        "worker_of_torch_import": of_worker / torch_import,
-        "command_of_torch_import": of_command / torch_import,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
@@ -313,13 +249,7 @@ def main() -> None:
                 ranks, Path(folder), arguments.replicas, model
             )
     if arguments.json:
-        keep(arguments.json, "replicas" if arguments.replicas else "overhead", found)
-    if arguments.replicas:
-        return
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        found = start_up(Path(folder))
-    if arguments.json:
-        keep(arguments.json, "start-up", found)
+        keep(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,16 @@
-"""Measure the costs that the estimates of pipeline parallel leave out: naps as stages, and pp2
-against dp2.
+"""Measure what the table of bubbles leaves out: python benchmarks/pipeline.py [--nap 0.04]
 
-    .venv/bin/python benchmarks/pipeline.py naps --nap 0.04
-    .venv/bin/python benchmarks/pipeline.py train --rounds 5
-
-`naps`: four processes with stages that only sleep (a forward pass one nap, each half of a backward
-pass one too), so two cores are enough; how long torch's schedules take against the closed form of
-their bubble. `train`: the median step of `titanlite train` on two processes, in turns. Overlap of
-computing and sending on GPUs needs several."""
+Four processes have stages that only sleep (a forward pass one nap, each half of a backward pass one
+too), so two cores are enough. Printed is how long torch's schedules take, and the time that the
+closed form of the bubble predicts. Overlap of computing and sending on GPUs needs several."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,58 +106,10 @@ def run_naps(rank: int, folder: str, micro_batches: int, nap: float) -> None:
     dist.destroy_process_group()
 
 
-def train(rounds: int, steps: int) -> None:
-    """Print the median step of pp2 and dp2, and their ratio, for one global batch of 16
-    sequences.
-    """
-    pipeline = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=16"]
-    variants = {
-        "dp2": ["--training.local_batch_size=8"],
-        "pp2, 16 micro-batches of 1": pipeline,
-        "pp2, 4 micro-batches of 4": [
-            *pipeline,
-            "--parallelism.pipeline_parallel_microbatch_size=4",
-        ],
-    }
-    off = (
-        "validation.no_enable",
-        "generate.no_at_end",
-        "checkpoint.no_enable",
-        "metrics.no_enable_tensorboard",
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite",
-        "train",
-        "--config",
-        "debug.toml",
-        "--job.device=cpu",
-    ]
-    command += [f"--training.steps={steps}", *(f"--{key}" for key in off)]
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, options in variants.items():
-            with tempfile.TemporaryDirectory() as folder:
-                line = [*command, *options, f"--job.dump_folder={folder}"]
-                subprocess.run(
-                    line, env={**os.environ, "NGPU": "2"}, check=True, capture_output=True
-                )
-                lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-                logged = [json.loads(text)["step_seconds"] for text in lines]
-                seconds[name].append(statistics.median(logged[len(logged) // 4 :]))
-    base = statistics.median(seconds["dp2"])
-    for name, values in seconds.items():
-        middle = statistics.median(values)
-        spread = f"{min(values) * 1000:.0f} to {max(values) * 1000:.0f}"
-        print(f"{name:<28} {middle * 1000:6.0f} ms a step ({spread}), {middle / base:.2f} x dp2")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("naps", "train"))
     parser.add_argument(
         "--nap",
         type=float,
@@ -174,19 +117,14 @@ def main() -> None:
         help="seconds of a rank's forward pass of one micro-batch",
     )
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     print(
         f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, "
         f"torch {torch.__version__}",
         flush=True,
     )
-    if arguments.what == "train":
-        train(arguments.rounds, arguments.steps)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run_naps, (folder, arguments.micro_batches, arguments.nap), nprocs=RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_naps, (folder, arguments.micro_batches, arguments.nap), nprocs=RANKS)
     print(f"load after: {os.getloadavg()[0]:.1f}")
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.harness import keep  # noqa: E402
 from titanlite.data.shards import id_type  # noqa: E402
 from titanlite.data.shuffle import Order  # noqa: E402
 from titanlite.models.llama3 import FLAVORS, SPEC, shape  # noqa: E402
@@ -142,7 +142,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--name", default="plain")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,7 +189,7 @@ def main() -> None:
     }  # fmt: skip
     print(record)
     if arguments.json:
-        keep(arguments.json, arguments.name, record)
+        keep(arguments.json, record)
     sys.stdout.flush()
     os._exit(0)
 

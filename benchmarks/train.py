@@ -1,7 +1,7 @@
 """Measure how fast a config trains: one JSON record of a run of `titanlite train`.
 
     NGPU=8 python benchmarks/train.py --config llama_8b.toml [--section.key value …]
-                                         [--steps 20] [--json benchmarks/mine.json] [--name row]
+                                         [--steps 20] [--json FILE]
 
 The first `--steps` steps warm up (and compile), the next `--steps` are measured, and two more are
 traced to see where their time goes. The run does not validate, generate or save."""
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.ratios import keep  # noqa: E402
+from benchmarks.harness import keep  # noqa: E402
 from titanlite.errors import UserError  # noqa: E402
 from titanlite.tools.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
 
@@ -31,12 +31,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--name")
     arguments, overrides = parser.parse_known_args()
     record = measure(overrides, arguments.steps)
     print(json.dumps(record, indent=1))
     if arguments.json:
-        keep(arguments.json, arguments.name or " ".join(overrides), record)
+        keep(arguments.json, record)
 
 
 def measure(

@@ -1,19 +1,13 @@
 """Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured
 against them.
 
-    python benchmarks/usual.py [--pairs 300] [--json benchmarks/cpu.json]
-
 The modules have nothing of titanlite but the names of their parameters, so that both models have
-the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU. The
-command takes a forward and a backward pass of each in turn, in one process, and compares their
-processor time: other work of the machine changes it less than the time of a clock."""
+the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,24 +21,23 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.ratios import keep, ratio  # noqa: E402
-from titanlite.models import llama3, qwen3  # noqa: E402
+from titanlite.models import llama3  # noqa: E402
 
 SEQ, BATCH = 256, 4
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
 WARM_UP = 5
 
 
-def turns(head_dim: int, positions: int, theta: float) -> Tensor:
+def rotations(head_dim: int, positions: int, theta: float) -> Tensor:
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.outer(torch.arange(positions).float(), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate pairs of (batch, tokens, heads, head_dim)."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(3).type_as(x)
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(3).type_as(x)
 
 
 class Attention(nn.Module):
@@ -58,12 +51,12 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if head_norms else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if head_norms else nn.Identity()
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         q = self.wq(x).view(batch, tokens, self.heads, self.head_dim)
         k = self.wk(x).view(batch, tokens, self.kv_heads, self.head_dim)
         v = self.wv(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        q, k = rotate(self.q_norm(q), turns), rotate(self.k_norm(k), turns)
+        q, k = rotate(self.q_norm(q), rotations), rotate(self.k_norm(k), rotations)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         values = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads
@@ -90,15 +83,15 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(self, h: Tensor, turns: Tensor) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns)
+    def forward(self, h: Tensor, rotations: Tensor) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rotations)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Usual(nn.Module):
     """Llama 3, or Qwen 3 with `head_norms`; without scaled wavelengths, ties and experts."""
 
-    turns: Tensor
+    rotations: Tensor
 
     def __init__(self, c: Any, positions: int, head_norms: bool) -> None:
         super().__init__()
@@ -106,56 +99,20 @@ class Usual(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(c, head_norms) for i in range(c.n_layers)})
         self.norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.register_buffer("turns", turns(c.head_dim, positions, c.rope_theta), persistent=False)
+        self.register_buffer(
+            "rotations", rotations(c.head_dim, positions, c.rope_theta), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
         for block in self.layers.values():
-            h = block(h, self.turns[: tokens.size(1)])
+            h = block(h, self.rotations[: tokens.size(1)])
         return self.output(self.norm(h))
 
 
 def build(name: str) -> Any:
     """Return what builds the model of this name from a flavor and a number of positions."""
     return lambda flavor, positions: Usual(flavor, positions, head_norms=name == "qwen3")
-
-
-def passes_in_turn(name: str, pairs: int) -> dict[str, Any]:
-    """Compare the processor seconds of forward and backward passes."""
-    module = {"llama3": llama3, "qwen3": qwen3}[name]
-    flavor: Any = dataclasses.replace(module.FLAVORS["debugmodel"], **SIZES)
-    torch.manual_seed(0)
-    ours, usual = module.SPEC.module(flavor, SEQ), build(name)(flavor, SEQ)
-    usual.load_state_dict(ours.state_dict())
-    tokens = torch.randint(flavor.vocab_size, (BATCH, SEQ + 1))
-
-    def passes(model: nn.Module) -> tuple[float, float]:
-        began = time.process_time()
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        seconds = time.process_time() - began
-        model.zero_grad(set_to_none=True)
-        return seconds, loss.item()
-
-    taken = [
-        (passes(ours), passes(usual)) if number % 2 else (passes(usual), passes(ours))[::-1]
-        for number in range(WARM_UP + pairs)
-    ]
-    (_, loss), (_, usual_loss) = taken[0]
-    mine, theirs = ([pair[which][0] for pair in taken[WARM_UP:]] for which in (0, 1))
-    found = ratio(mine, theirs)
-    print(
-        f"{name}, forward and backward, "
-        f"{pairs} pairs in turn of {1000 * statistics.median(theirs):.0f} ms:"
-    )
-    print(f"  processor time, titanlite / usual {found}")
-    print(f"  losses                            {loss} and {usual_loss}", flush=True)
-    return {
-        "ratio": found.middle,
-        "low": found.low,
-        "high": found.high,
-        "losses": [loss, usual_loss],
-    }
 
 
 def timed_step() -> Callable[[], float]:
@@ -175,17 +132,3 @@ def timed_step() -> Callable[[], float]:
         return time.perf_counter() - began
 
     return step
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    found = {name: passes_in_turn(name, arguments.pairs) for name in ("llama3", "qwen3")}
-    if arguments.json:
-        keep(arguments.json, "usual models", found)
-
-
-if __name__ == "__main__":
-    main()

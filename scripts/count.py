@@ -1,22 +1,18 @@
 """Count titanlite, by the standard library only.
 
-    python scripts/count.py [--style | --ring 1 | --tests]
+    python scripts/count.py
 
-Prints the tokens of every ring and room; with --style how densely the rings are written, with
---ring the files of one ring in reading order, with --tests the rooms of the tests. Tokens are those
-of Python's lexer without comments, docstrings, line ends and indentation, and an f-string is one,
-as it is to the lexer before Python 3.12: all Pythons count alike. A ring is a block of files in
-CONTRIBUTING.md."""
+Prints the tokens of every ring and room, and of the tests. Tokens are those of Python's lexer
+without comments, docstrings, line ends and indentation, and an f-string is one, as it is to the
+lexer before Python 3.12: all Pythons count alike. A ring is a block of files in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -31,8 +27,6 @@ LAYOUT = {
 }
 F_STRING = {"FSTRING_START": 1, "TSTRING_START": 1, "FSTRING_END": -1, "TSTRING_END": -1}
 """How tokens of an f-string, from Python 3.12 on, change the depth of nested ones."""
-LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-LONG_LINE = 100
 
 
 def source_files() -> list[Path]:
@@ -78,42 +72,22 @@ def rings() -> dict[int, list[Path]]:
     return found
 
 
-def source(path: Path) -> str:
-    return (ROOT / path).read_text(encoding="utf-8")
-
-
 @cache
 def tokens(path: Path) -> int:
     """Return the tokens of a file."""
+    return tokens_of((ROOT / path).read_text(encoding="utf-8"))
+
+
+def tokens_of(source: str) -> int:
+    """Return the tokens of a source text."""
     count = depth = 0
-    for token in tokenize.generate_tokens(io.StringIO(source(path)).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         depth += F_STRING.get(tokenize.tok_name[token.type], 0)
         count += depth == 0 and token.type not in LAYOUT
-    for node in ast.walk(ast.parse(source(path))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             count -= isinstance(node.value.value, str)  # a docstring
     return count
-
-
-def style(paths: Iterable[Path]) -> dict[str, float]:
-    """Return how often dense statements occur per 1,000 tokens, and the number of long lines."""
-    found = Counter[str]()
-    size = 0
-    for path in paths:
-        size += tokens(path)
-        found["lines > 100"] += sum(len(line) > LONG_LINE for line in source(path).splitlines())
-        for node in ast.walk(ast.parse(source(path))):
-            found["tuple assignments"] += (
-                isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.Tuple)
-                and isinstance(node.targets[0], ast.Tuple)
-            )
-            found["comprehensions"] += isinstance(node, LOOPS)
-            found["ternaries"] += isinstance(node, ast.IfExp)
-    names = ("tuple assignments", "comprehensions", "ternaries")
-    return {name: 1000 * found[name] / size for name in names} | {
-        "lines > 100": found["lines > 100"]
-    }
 
 
 def room(path: Path) -> str:
@@ -123,24 +97,7 @@ def room(path: Path) -> str:
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--ring"]:
-        for path in rings()[int(arguments[1])]:
-            print(f"{tokens(path):>7,}  {path}")
-        return
-    if arguments == ["--style"]:
-        for ring, paths in rings().items():
-            values = ", ".join(f"{name} {value:.1f}" for name, value in style(paths).items())
-            print(f"ring {ring}: {values}")
-        return
-    if arguments == ["--tests"]:
-        rooms = Counter[str]()
-        for path in sorted((ROOT / "tests").rglob("*.py")):
-            rooms[room(path.relative_to(ROOT))] += tokens(path.relative_to(ROOT))
-        for name, count in rooms.most_common():
-            print(f"{name:<24} {count:>8,}")
-        print(f"{'tests/ as a whole':<24} {rooms.total():>8,}")
-        return
+def main() -> None:
     print("tokens of code, without comments and docstrings\n")
     for ring, paths in rings().items():
         rooms = Counter[str]()
@@ -150,8 +107,10 @@ def main(arguments: list[str]) -> None:
         for name, count in sorted(rooms.items()):
             print(f"  {name:<22} {count:>8,}")
     whole = sum(tokens(path) for path in source_files() if path.parts[0] == "titanlite")
+    tests = sum(tokens(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py"))
     print(f"{'titanlite/ as a whole':<24} {whole:>8,}")
+    print(f"{'tests/ as a whole':<24} {tests:>8,}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -149,7 +149,7 @@ def speed(out: str, folder: Path) -> str:
 
 def plain_speed(out: str, folder: Path) -> str:
     """Return the speed of the plain loop."""
-    (record,) = json.loads((folder / "plain.json").read_text()).values()
+    record = json.loads((folder / "plain.json").read_text())
     rate = record["tokens_per_second_per_device"]
     return f"{rate:,.0f} tokens/s on one GPU, {record['tflops']:.4g} TFLOP/s"
 

@@ -107,19 +107,19 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     from titanlite.parallel.init import allocate
 
     job = job_of(kind, overrides, [], 1)
-    translation = Translation(job.spec, job.model)
+    translation = Translation(job.spec, job.model_config)
     files = documents(translation.config, torch.float32, None)
     for name in translation.kept:  # zeros would show nothing
         if weights[name].is_floating_point():
             weights[name] += torch.rand_like(weights[name]) * (weights[name] == 0)
-    model, _ = build_meta_model(job.spec, job.model, 32)
+    model, _ = build_meta_model(job.spec, job.model_config, 32)
     allocate(model, torch.device("cpu"))
     model.load_state_dict(weights, strict=False)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
-        export(target, tensors, files, lambda name, _: weights[name])
+        export(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(
             target, output_loading_info=True, dtype=torch.float32
         )

@@ -20,9 +20,6 @@ PAGES = sorted(
 PAGES = [page for page in PAGES if page.exists()]
 
 
-INDEX = runpy.run_path(str(ROOT / "scripts" / "tests_index.py"))
-
-
 @pytest.fixture(scope="module")
 def pictures():
     return runpy.run_path(str(ROOT / "docs" / "pictures.py"))
@@ -88,23 +85,6 @@ def test_every_source_file_that_a_document_names_exists(page):
         name for name in named if not any((folder / name).exists() for folder in folders)
     )
     assert not missing
-
-
-def test_the_list_of_tests_is_current():
-    assert read(ROOT / "tests" / "README.md") == INDEX["page"](), (
-        "run: python scripts/tests_index.py --write"
-    )
-
-
-@pytest.mark.long
-def test_the_tests_of_every_source_file_are_found():
-    sources = [path for path in INDEX["source_files"]() if not path.stem.startswith("__")]
-    assert [path for path in sources if not INDEX["tests_of"](path)] == []
-
-
-def test_the_test_file_of_a_source_files_name_comes_first():
-    assert str(INDEX["tests_of"](Path("titanlite/optim/skip.py"))[0]) == "tests/optim/test_skip.py"
-    assert str(INDEX["tests_of"](Path("models/gpt2/model.py"))[0]) == "tests/models/test_gpt2.py"
 
 
 def test_the_size_of_a_step_in_the_readme_is_that_of_ring_1():

@@ -47,39 +47,12 @@ EXCEPTIONS = {
     "titanlite/fault/board.py __init__": "node 0's decision and the pace, besides what all give",
 }
 """Files and functions above these limits, with the reason."""
-MAX_TOKENS = {"ring 1": 26_000, "rings 1 and 2": 57_000, "titanlite": 237_000, "tests": 227_000}
-"""Tokens of scripts/count.py, with room: what is larger than it was meant to be. The checkpoints of
-TorchTitan came before the features that are to go.
-"""
-RING_1_MAY_IMPORT = {
-    "the order and the step call every technique": """
-        parallel.balance parallel.context_parallel parallel.convert parallel.expert_parallel
-        parallel.float8 parallel.lora parallel.pipeline_parallel parallel.replica_check
-        parallel.replicated
-        optim optim.bf16_state optim.nvme optim.skip train.bad_steps train.chunked_loss
-        """,
-    "a job is its config, checked": """
-        config.load config.needs config.schema config.stages config.rules.check
-        config.rules.data config.rules.lacks config.rules.parallel config.rules.pipeline
-        config.rules.run
-        """,
-    "the trainer starts, saves, validates, logs and stops": """
-        checkpoint.folder checkpoint.hf.export checkpoint.manifest checkpoint.resume
-        checkpoint.saver checkpoint.source
-        checkpoint.state fault.beat fault.stop observe.profiler observe.throughput
-        train.generate train.network train.prepared train.rank_facts train.report train.validate
-        """,
-    "windows are cut from any source": """
-        data.mixture data.packing_plan data.sources data.stream data.tokenizer data.trained
-        """,
-    "the mesh splits ranks into groups": "parallel.groups",
-    "words that all files use": """
-        errors models.common models.llama3.hf registry registry.flavor registry.hf registry.lora
-        runtime.cluster
-        runtime.determinism runtime.distributed runtime.page runtime.parent
-        runtime.torch_private
-        """,
+MAX_TOKENS = {
+    "ring 1": 28_000,  # a step of training, which one reads in an evening
+    "rings 1 and 2": 57_000,  # with every technique and checkpoints: all that changes numbers
+    "titanlite": 237_000,  # what one person can keep
 }
+"""As scripts/count.py counts them."""
 
 
 count = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "count.py")))
@@ -345,33 +318,35 @@ def test_every_file_is_in_one_ring():
     assert sorted(listed) == count.source_files()
 
 
-def test_ring_1_imports_itself_and_a_named_list():
-    ring = {module_of(str(path)) for path in count.rings()[1]}
-    modules = {module_of(file) for file in FILES}
-    allowed = {
-        f"titanlite.{name}" for names in RING_1_MAY_IMPORT.values() for name in names.split()
-    }
-    found: dict[str, str] = {}
+def test_ring_1_imports_nothing_that_stands_around_a_run():
+    found = []
     for path in count.rings()[1]:
         for line, name in imported_modules(syntax_tree(str(path))):
-            while name.startswith("titanlite.") and name not in modules:
-                name = name.rpartition(".")[0]
-            if name in modules - ring:
-                found[name] = f"{path}:{line}"
-    wrong = {name: place for name, place in found.items() if name not in allowed}
-    assert not wrong, f"ring 1 imports {wrong}"
-    assert allowed <= found.keys(), f"no longer imported: {allowed - found.keys()}"
+            if re.match(r"titanlite\.(launch|planner|verify|tools)\b", name):
+                found.append(f"{path}:{line} imports {name}")
+    assert found == []
 
 
-def test_rings_and_tests_are_small():
+def test_rings_are_small():
     in_ring = {ring: sum(map(count.tokens, paths)) for ring, paths in count.rings().items()}
     whole = sum(count.tokens(Path(file)) for file in FILES if file.startswith("titanlite/"))
-    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
     sizes = {
         "ring 1": in_ring[1],
         "rings 1 and 2": in_ring[1] + in_ring[2],
         "titanlite": whole,
-        "tests": sum(map(count.tokens, tests)),
     }
     large = {name: size for name, size in sizes.items() if size > MAX_TOKENS[name]}
     assert not large, f"{large}, above {MAX_TOKENS}; scripts/count.py shows where"
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [
+        ('"""A docstring."""\n# a comment\nx = 1\n', 3),
+        ("x = f'{a + b} and {f\"{c!r}\"}'\n", 3),
+        ("def f():\n    'says'\n    return 1\n", 7),
+    ],
+)
+def test_docstrings_do_not_count_and_an_f_string_is_one_token(source, tokens):
+    """Python 3.12's lexer divides f-strings, and would count otherwise."""
+    assert count.tokens_of(source) == tokens

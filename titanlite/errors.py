@@ -114,6 +114,11 @@ def some_of(lines: Sequence[str], most: int = 8) -> str:
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
+def counted(number: int, noun: str) -> str:
+    """Return such as "1 rank" or "8 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def few_of(numbers: Sequence[int]) -> str:
     """Return numbers in a line: the first eight, then how many more."""
     text = ", ".join(map(str, numbers[:8]))

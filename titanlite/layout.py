@@ -39,7 +39,7 @@ class Layout:
         return prod(self.degrees)
 
     @property
-    def batch(self) -> int:
+    def data_parallel(self) -> int:
         """Return how many groups of ranks read different data."""
         return self.dp_replicate * self.dp_shard
 
@@ -83,7 +83,7 @@ class Layout:
 
     def batch_coordinate(self, rank: int) -> int:
         """Return which of the `batch` data streams a rank reads."""
-        return rank // (self.cp * self.tp) % self.batch
+        return rank // (self.cp * self.tp) % self.data_parallel
 
     def __str__(self) -> str:
         named = zip(DIMENSIONS, self.degrees, strict=True)

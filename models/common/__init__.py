@@ -13,7 +13,7 @@ Scale = Annotated[float, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)]
 """Bounds of the fields of flavors, which `--model.overrides` may change."""
 Score = Literal["softmax", "sigmoid"]
-Balance = Literal["sequence", "bias", "none"]
+BalanceMethod = Literal["sequence", "bias", "none"]
 """How a router keeps its experts evenly used, see `moe.Router`."""
 
 

@@ -41,15 +41,16 @@ class RotaryAttention(nn.Module):
         )
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor, mask: Mask | None) -> Tensor:
         """Return the attention's output for the tokens of (batch, tokens, dim)."""
         # -1: under tensor parallel a rank has some of the heads.
         heads = (-1, self.head_dim)
         q, k, v = (project(x).unflatten(-1, heads) for project in (self.wq, self.wk, self.wv))
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         # Transposed last: before, the norms and both backward passes would copy.
-        q, k, v = (part.transpose(1, 2) for part in (rotate(q, turns), rotate(k, turns), v))
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, rotations), rotate(k, rotations), v))
         values = self.core(q, k, v, mask)
         return self.wo(values.transpose(1, 2).flatten(-2))
 

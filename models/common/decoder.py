@@ -38,9 +38,8 @@ class Decoder(nn.Module):
         Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in
         `documents`.
         """
-        return document_mask(
-            documents, h.dtype, self.attention_dropout if self.training else 0.0, last
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        return document_mask(documents, h.dtype, dropout, last)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.common import Balance, Score
+from titanlite.models.common import BalanceMethod, Score
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Router(nn.Module):
         dim: int,
         experts: int,
         top_k: int,
-        balance: Balance = "sequence",
+        balance: BalanceMethod = "sequence",
         score: Score = "softmax",
         normalize: bool = True,
     ) -> None:
@@ -174,11 +174,11 @@ def grouped_product(
         if ends is None:
             ends = Experts.ends(counts)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    groups = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
+    groups = zip(x.split(sizes_on_host(counts, len(x))), weight.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
 
-def on_host(counts: Tensor, rows: int) -> list[int]:
+def sizes_on_host(counts: Tensor, rows: int) -> list[int]:
     """Return how many of `rows` each group has.
 
     This waits for a GPU: only sizes for tests are not multiples of 16 bytes.

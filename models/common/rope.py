@@ -11,44 +11,51 @@ from titanlite.models.common import RopeScaling
 class Rope(nn.Module):
     """A table of cosines and sines in float32, computed by `reset_buffers` and not saved."""
 
-    turns: Tensor  # (positions, 1, pairs, 2); the 1 is for the heads
+    rotations: Tensor  # (positions, 1, pairs, 2); the 1 is for the heads
 
     def __init__(
         self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        turns = torch.empty(positions, 1, head_dim // 2, 2, dtype=torch.float32)
-        self.register_buffer("turns", turns, persistent=False)
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+        rotations = torch.empty(positions, 1, head_dim // 2, 2, dtype=torch.float32)
+        self.register_buffer("rotations", rotations, persistent=False)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
         """Fill the table, computing in float64 so that every device has the same float32 values."""
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.turns.device)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.rotations.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
-        if s := self.scaling:
-            turns = frequencies * s.original_positions / (2 * math.pi)
-            blend = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(
+        s = self.scaling
+        if s:
+            cycles = frequencies * s.original_positions / (2 * math.pi)
+            blend = ((cycles - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(
                 0, 1
             )
             frequencies = frequencies * (blend + (1 - blend) / s.factor)
         angles = torch.outer(
-            torch.arange(len(self.turns), device=pairs.device).double(), frequencies
+            torch.arange(len(self.rotations), device=pairs.device).double(), frequencies
         )
-        self.turns.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1))
+        self.rotations.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1))
 
     def forward(self, positions: Tensor | None, tokens: int) -> Tensor:
         """Return cosines and sines at positions (batch, tokens), or at 0 to tokens - 1."""
-        return self.turns[:tokens] if positions is None else self.turns[positions]
+        return self.rotations[:tokens] if positions is None else self.rotations[positions]
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotate each adjacent pair of (batch, tokens, heads, head_dim), in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    pairs, turns = wide.unflatten(-1, (-1, 2)), turns.to(wide.dtype)
+    pairs = wide.unflatten(-1, (-1, 2))
+    rotations = rotations.to(wide.dtype)
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
-        (a, b), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
+        a, b = pairs.unbind(-1)
+        cos, sin = rotations.unbind(-1)
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
+        rotated = torch.view_as_real(
+            torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
+        )
     return rotated.flatten(-2).to(x.dtype)

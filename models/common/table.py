@@ -21,8 +21,10 @@ GATED: tuple[tuple[str, Init, Role, str], ...] = (
 
 def decoder_rules(dim: int, heads: int, kv_heads: int, tied: bool) -> tuple[Rule, ...]:
     """Return the rows of all modules except those after a block's attention."""
-    block, hf = "layers.*.", "model.layers.*."
-    q_heads, k_heads = (Rotary(heads),), (Rotary(kv_heads),)
+    block = "layers.*."
+    hf = "model.layers.*."
+    q_heads = (Rotary(heads),)
+    k_heads = (Rotary(kv_heads),)
     table = (
         Rule("tok_embeddings.weight", normal(1.0), "embedding", "model.embed_tokens.weight"),
         Rule(block + "attention_norm.weight", ones, "norm", hf + "input_layernorm.weight"),
@@ -44,7 +46,8 @@ def decoder_rules(dim: int, heads: int, kv_heads: int, tied: bool) -> tuple[Rule
 
 def feed_forward_rules() -> tuple[Rule, ...]:
     """Return the rows of SwiGLU in every block."""
-    ours, theirs = "layers.*.feed_forward.", "model.layers.*.mlp."
+    ours = "layers.*.feed_forward."
+    theirs = "model.layers.*.mlp."
     return tuple(
         Rule(f"{ours}{w}.weight", init, role, f"{theirs}{hf}.weight") for w, init, role, hf in GATED
     )

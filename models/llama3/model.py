@@ -17,8 +17,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, eps=c.norm_eps)
         self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 
-    def forward(self, h: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns, mask)
+    def forward(self, h: Tensor, rotations: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rotations, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from titanlite.models.common import Balance, Epsilon, Scale, Size
+from titanlite.models.common import BalanceMethod, Epsilon, Scale, Size
 from titanlite.models.common.table import GATED, decoder_rules, feed_forward_rules
 from titanlite.models.qwen3.hf import HF
 from titanlite.registry import (
@@ -38,7 +38,7 @@ class QwenConfig:
     """The number of experts that a token meets."""
     normalize: bool = True
     """The weights of a token's experts sum to one."""
-    balance: Balance = "sequence"
+    balance: BalanceMethod = "sequence"
     head_dim: Size = 128
     vocab_size: Size = 151936
     max_seq_len: Size = 40960

@@ -22,8 +22,8 @@ class Block(nn.Module):
         else:
             self.feed_forward = SwiGLU(c.dim, c.hidden_dim)
 
-    def forward(self, h: Tensor, turns: Tensor, mask: Mask | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns, mask)
+    def forward(self, h: Tensor, rotations: Tensor, mask: Mask | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rotations, mask)
         feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
         return h + feed_forward(self.ffn_norm(h))
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.saved import everyone, rank, start
+from tests.checkpoint.saved import start
 from tests.data.assets import make_assets
-from tests.jobs import PARROT, QUIET, TINY, job, run_to_end, trainer
+from tests.jobs import PARROT, QUIET, TINY, job, run_to_end
 from tests.lanes import sample
 from tests.messages import refused, says
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
-from titanlite.checkpoint.hf.export import export, export_live
+from titanlite.checkpoint.hf.export import export
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.config_json import complete, config_faults
@@ -82,7 +82,7 @@ def written(
     translation = Translation(spec_of(flavor), flavor)
     texts = documents(translation.config, dtype, ByteTokenizer())
     tensors = translation.hf_tensors(dtype)
-    export(folder, tensors, texts, lambda name, owner: live[name], file_bytes=file_bytes)
+    export(folder, tensors, texts, lambda name: live[name], file_bytes=file_bytes)
     return live
 
 
@@ -169,10 +169,10 @@ def test_a_folder_of_transformers_needs_no_more_than_its_path(case, tmp_path, ca
     says(capsys.readouterr().out, shlex.join(options))
     imported = job([*QUIET, f"--config={out}/step-0/config.toml"], 1)
     trained = job([*QUIET, "--model.flavor=hf", f"--checkpoint.initial_load_path={hf}"], 1)
-    assert (trained.spec, trained.model) == (imported.spec, imported.model)
+    assert (trained.spec, trained.model_config) == (imported.spec, imported.model_config)
     in_hf = [each.config.checkpoint.initial_load_in_hf for each in (trained, imported)]
     assert in_hf == [True, False]
-    assert getattr(imported.model, "dropout", 0.2) == 0.2
+    assert getattr(imported.model_config, "dropout", 0.2) == 0.2
     tensors = all_tensors(hf)
     shutil.rmtree(hf)  # the config of the import has all that it needs
     model = load_model(imported, out / "step-0", torch.device("cpu")).eval()
@@ -199,7 +199,7 @@ def test_flavor_hf_takes_fields_and_tokenizer_of_a_folder_unless_others_are_give
         job(argv, 1)
     argv.append(f"--checkpoint.initial_load_path={tmp_path}")
     expected = replace(SCALED, vocab_size=999, rope_scaling=RopeScaling(factor=2.0))
-    assert job(argv, 1).model == expected
+    assert job(argv, 1).model_config == expected
     assert job(argv, 1).config.model.hf_assets_path == str(tmp_path)
     assert job([*argv, "--model.hf_assets_path="], 1).config.model.hf_assets_path == ""
 
@@ -225,7 +225,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
     fetched: list[weakref.ref] = []
     held: list[int] = []
 
-    def fetch(name: str, owner: int) -> torch.Tensor:
+    def fetch(name: str) -> torch.Tensor:
         tensor = live[name].detach().clone()
         fetched.append(weakref.ref(tensor))
         held.append(sum(t.nbytes for ref in fetched if (t := ref()) is not None))
@@ -235,31 +235,6 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
     sizes = [tensor.nbytes for tensor in tensors]
     export(tmp_path / "out", tensors, {}, fetch, file_bytes=9999)
     assert max(held) <= max(9999, *sizes) + max(sizes) < sum(sizes) / 2
-
-
-def exported(argv: list[str], folder: str, dtype: str) -> None:
-    """Export a run's initial weights, which are the same on any mesh, in many small files."""
-    run = trainer(argv, folder)
-    translation, target = Translation(run.job.spec, run.job.model), Path(folder) / "out"
-    kind = getattr(torch, dtype)
-    tokenizer = run.data.tokenizer
-    export_live(target, translation, run.state, kind, tokenizer, everyone(), file_bytes=3000)
-
-
-def counted_gathers(*arguments: Any) -> list[str]:
-    """Export, and return the names of the parameters that were gathered."""
-    gathered, write_files = [], export_module._write_files
-
-    def counting(staging: Path, files: Any, fetch: Any, *rest: Any) -> None:
-        def counted(name: str, owner: int) -> torch.Tensor:
-            gathered.append(name)
-            return fetch(name, owner)
-
-        write_files(staging, files, counted, *rest)
-
-    with patch.object(export_module, "_write_files", counting):
-        exported(*arguments)
-    return gathered
 
 
 GPT2 = [*QUIET, "--model.name=gpt2"]
@@ -273,22 +248,6 @@ MODELS = {  # options, and those of a mesh of 4
     "gpt2": (GPT2, TP2),
     "qwen3": (QWEN, [*TP2, "--parallelism.expert_parallel_degree=2"]),
 }
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
-def test_four_ranks_write_the_same_bytes_as_one_and_gather_each_parameter_once(
-    pool, tmp_path, model
-):
-    """One tensor of stacked experts becomes one of each."""
-    argv, mesh = MODELS[model]
-    given = [*argv, *mesh], str(tmp_path / "four"), "bfloat16"
-    for gathered in pool.run(counted_gathers, *given, world=4):
-        assert gathered and len(gathered) == len({*gathered})
-    pool.run(exported, argv, str(tmp_path / "one"), "bfloat16", world=1)
-    one = contents(tmp_path / "one/out")
-    assert sum(name.endswith("safetensors") for name in one) > 4
-    assert contents(tmp_path / "four/out") == one
 
 
 def start_counting(argv: list[str], folder: str) -> dict[str, Any]:
@@ -307,7 +266,7 @@ def start_counting(argv: list[str], folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", sample(MODELS, "gpt2"))
 def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
     argv, mesh = MODELS[model]
-    live = written(job(argv, 1).model, tmp_path / "hf")
+    live = written(job(argv, 1).model_config, tmp_path / "hf")
     argv = [*argv, *mesh, "--checkpoint.initial_load_in_hf"]
     argv.append(f"--checkpoint.initial_load_path={tmp_path}/hf")
     total = sum(tensor.numel() for tensor in live.values())
@@ -321,7 +280,7 @@ def test_each_rank_reads_what_its_shards_need(pool, tmp_path, model):
 @pytest.fixture
 def from_hf(tmp_path) -> str:
     """The option that starts from a folder of Hugging Face, which `hf` is."""
-    written(job(TINY, 1).model, tmp_path / "hf")
+    written(job(TINY, 1).model_config, tmp_path / "hf")
     return f"--checkpoint.initial_load_path={tmp_path}/hf"
 
 
@@ -470,30 +429,25 @@ def test_a_folder_without_the_head_class_is_read(tmp_path):
     assert holds(tmp_path, GPT2_SMALL, live)
 
 
-def fails_on_one(argv: list[str], folder: str) -> str:
-    """Export, and again; return what that says on this rank when the disk of rank 1 is full."""
-    exported(argv, folder, "float32")
-    write = export_module.write
+IN_HF_TOO = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+
+
+def fails_at_the_end(folder: str) -> str:
+    """Return what a run says on this rank whose last export fails."""
 
     def full_disk(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if rank() == 1 and path.name.startswith("model-00002"):
-            raise OSError(28, "full")
-        write(path, tensors)
+        raise OSError(28, "full")
 
     with patch.object(export_module, "write", full_disk), pytest.raises(RunFailed) as error:
-        exported(argv, folder, "bfloat16")
+        run_to_end(IN_HF_TOO, folder)
     return str(error.value)
 
 
-def test_an_export_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_one(pool, tmp_path):
-    for message in pool.run(fails_on_one, TINY, str(tmp_path), world=2):
-        says(message, f"{tmp_path}/out", "rank 1", "OSError", "full")
-    assert [path.name for path in tmp_path.glob("*out*")] == ["out"]
-    flavor = job(TINY, 1).model
-    assert {t.dtype for t in all_tensors(tmp_path / "out").values()} == {torch.float32}
-    opened(tmp_path / "out", flavor)
-    written(flavor, tmp_path / "out", file_bytes=1 << 30)
-    assert len([*tmp_path.glob("out/*.safetensors")]) == 1, "a later one takes its place"
+def test_a_last_export_that_fails_is_known_to_all_ranks_and_leaves_the_saved_step(pool, tmp_path):
+    for message in pool.run(fails_at_the_end, str(tmp_path), world=2):
+        says(message, f"{tmp_path}/checkpoint/hf-step-3", "rank 0", "OSError", "full")
+    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert "step-3" in names and not [name for name in names if "hf" in name]
 
 
 def prepared_shards(root: Path) -> tuple[Path, int]:
@@ -529,7 +483,7 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
     target = tmp_path / "checkpoint/hf-step-3"
     says(found["log"], target)
     live = {name: tensor.bfloat16() for name, tensor in found["weights"].items()}
-    assert holds(target, job(argv, 1).model, live)
+    assert holds(target, job(argv, 1).model_config, live)
     assert ends_documents("checkpoint/hf-step-3/generation_config.json") == ids - 1
 
     def export_to(name: str, *options: str) -> None:

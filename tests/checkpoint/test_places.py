@@ -20,8 +20,8 @@ from tests.checkpoint.saved import commit_tensors, everyone, rank
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest
 from titanlite.checkpoint.places import (
-    Layout,
-    Tensor,
+    Split,
+    StoredTensor,
     header,
     rank_file,
     sizes_of,
@@ -30,17 +30,17 @@ from titanlite.checkpoint.places import (
 )
 
 MESHES = [
-    Layout(("a",), (3,), (1,), 0),
-    Layout(("a",), (4,), (2,), 1),  # every second rank
-    Layout(("a", "b"), (2, 3), (3, 1), 6),  # of a later stage
-    Layout(("a", "b", "c"), (2, 2, 2), (4, 2, 1), 0),  # inner replicas are outside
-    Layout((), (), (), 5),
+    Split(("a",), (3,), (1,), 0),
+    Split(("a",), (4,), (2,), 1),  # every second rank
+    Split(("a", "b"), (2, 3), (3, 1), 6),  # of a later stage
+    Split(("a", "b", "c"), (2, 2, 2), (4, 2, 1), 0),  # inner replicas are outside
+    Split((), (), (), 5),
 ]
 SPLITS = [(), ((0, 0),), ((1, 0),), ((0, 1), (0, 0)), ((0, 0), (1, 1)), ((0, 2), (1, 0))]
 SHAPES = [(7, 5), (1, 9), (12, 4), (2, 1)]
 
 
-def layouts() -> Iterator[tuple[Layout, tuple[int, int]]]:
+def layouts() -> Iterator[tuple[Split, tuple[int, int]]]:
     for mesh, splits, shape in product(MESHES, SPLITS, SHAPES):
         if all(axis < len(mesh.sizes) for _, axis in splits):
             yield replace(mesh, splits=splits), shape
@@ -67,9 +67,11 @@ def test_each_element_is_written_once_by_the_copy_that_is_named():
 def test_copies_share_a_save():
     """HSDP 4 x 2 with weights over both dimensions, and some whole on all ranks."""
     mesh = (("dp_replicate", "dp_shard"), (4, 2), (2, 1), 0)
-    split, whole = Layout(*mesh, splits=((0, 1),)), Layout(*mesh)
-    tensors = {f"{each}": Tensor((each + 1, 8), "float32", split) for each in range(40)}
-    tensors |= {f"whole {each}": Tensor((each + 1, 2), "float32", whole) for each in range(40)}
+    split, whole = Split(*mesh, splits=((0, 1),)), Split(*mesh)
+    tensors = {f"{each}": StoredTensor((each + 1, 8), "float32", split) for each in range(40)}
+    tensors |= {
+        f"whole {each}": StoredTensor((each + 1, 2), "float32", whole) for each in range(40)
+    }
     tensors = spread(tensors)
     written = [
         sum(tensors[name].bytes_of(sizes_of(region)) for name, region in regions.items())
@@ -156,16 +158,18 @@ def test_shards_of_every_kind_and_type_are_read_bit_for_bit(mixed):
     assert {*firsts.values()} >= {0, 1, 2}, "copies share what all ranks have"
 
 
-def large(shards: int, tp: int) -> dict[str, Tensor]:
+def large(shards: int, tp: int) -> dict[str, StoredTensor]:
     """Return the table of a model of 1,134 parameters with AdamW, as Llama 405B."""
     mesh = (("dp_shard", "tp"), (shards, tp), (tp, 1), 0)
     kinds = {
-        (16384,): Layout(*mesh, splits=((0, 0),)),
-        (53248, 16384): Layout(*mesh, splits=((0, 1), (0, 0))),
-        (16384, 53248): Layout(*mesh, splits=((1, 1), (0, 0))),
+        (16384,): Split(*mesh, splits=((0, 0),)),
+        (53248, 16384): Split(*mesh, splits=((0, 1), (0, 0))),
+        (16384, 53248): Split(*mesh, splits=((1, 1), (0, 0))),
     }
     return {
-        f"{kind}.layers.{layer}.feed_forward.w{number}.weight": Tensor(shape, "float32", layout)
+        f"{kind}.layers.{layer}.feed_forward.w{number}.weight": StoredTensor(
+            shape, "float32", layout
+        )
         for layer in range(126)
         for number, (shape, layout) in enumerate([*kinds.items()] * 3)
         for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")

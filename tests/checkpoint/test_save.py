@@ -38,7 +38,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.places import Layout, Tensor
+from titanlite.checkpoint.places import Split, StoredTensor
 from titanlite.checkpoint.plan import Planner, flat
 from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
@@ -386,7 +386,7 @@ def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_
     tmp_path, monkeypatch
 ):
     """Parsing holds the trainer's lock; what a save of this run has seen complete stays so."""
-    tensors = {f"model.{each}": Tensor((8,), "float32", Layout()) for each in range(2000)}
+    tensors = {f"model.{each}": StoredTensor((8,), "float32", Split()) for each in range(2000)}
     known, looked, parsed = set[int](), list[str](), list[int]()
     looks, loads = manifest.faults, json.loads
 

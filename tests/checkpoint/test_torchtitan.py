@@ -64,7 +64,7 @@ def write(folder: Path, **state: Any) -> Path:
 
 
 def opened(folder: Path) -> TorchTitanCheckpoint:
-    return TorchTitanCheckpoint(folder, FLAVOR.spec, FLAVOR.model)
+    return TorchTitanCheckpoint(folder, FLAVOR.spec, FLAVOR.model_config)
 
 
 def begin(argv: list[str], path: str, folder: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_field_of_a_model_refuses_numbers_outside_of_its_bounds_by_name(
         if not is_number or value < 0 or (is_whole and value in (1e-300, 1_000_000_000_000)):
             assert "model.overrides" in message and field in message, f"{value} is accepted"
         elif job:
-            assert attrgetter(field)(job.model) == value, f"{value} is ignored"
+            assert attrgetter(field)(job.model_config) == value, f"{value} is ignored"
 
 
 @pytest.mark.parametrize(

@@ -206,12 +206,12 @@ def test_a_nested_field_of_a_flavor_is_overridden_alone_wherever_it_is_written(t
     )
     options = ["--training.dataset=tokens", "--training.dataset_path=x"]
     for argv in ([f"{ROPE}.factor=4"], [ROPE, "{factor = 4}"]):
-        of_file = job(*options, *argv, files=("debug.toml", str(path))).model
+        of_file = job(*options, *argv, files=("debug.toml", str(path))).model_config
         assert of_file.rope_scaling == RopeScaling(4.0, 3.0), "the file's other value"
-        assert job(*argv).model.rope_scaling == RopeScaling(4.0), "the defaults"
-    of_flavor = job(*options, "--model.flavor=1B", f"{ROPE}.low_freq_factor=2").model
+        assert job(*argv).model_config.rope_scaling == RopeScaling(4.0), "the defaults"
+    of_flavor = job(*options, "--model.flavor=1B", f"{ROPE}.low_freq_factor=2").model_config
     assert of_flavor.rope_scaling == RopeScaling(32.0, 2.0), "the flavor's other values"
-    assert job(f"{ROPE}={{}}").model.rope_scaling == RopeScaling()
+    assert job(f"{ROPE}={{}}").model_config.rope_scaling == RopeScaling()
 
 
 def test_the_old_flag_and_the_variable_name_a_config_file(tmp_path):

@@ -21,6 +21,7 @@ from titanlite.data.packing import IGNORED, LABELS, TOKENS, Concatenated, Packed
 from titanlite.data.sources import find_documents, open_source
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.trained import Trained
+from titanlite.errors import UserError
 
 DEBUG = Path(__file__).parents[2] / "train_configs" / "sft_debug"
 PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
@@ -61,20 +62,17 @@ def trained_text(assets: str, messages: list) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "how", "end"),
-    [
-        ((DEBUG / "chat_template.jinja").read_text(), "template's marks", "]\n"),
-        (PLAIN, "a turn adds", "\n]"),
-    ],
+    ("template", "end"),
+    [((DEBUG / "chat_template.jinja").read_text(), "]\n"), (PLAIN, "\n]")],
+    ids=["by marks", "by prefixes"],
 )
-def test_the_assistants_tokens_are_trained_and_no_other(tmp_path, template, how, end):
+def test_the_assistants_tokens_are_trained_and_no_other(tmp_path, template, end):
     assets = folder(tmp_path, template)
     assert trained_text(assets, CHAT) == [
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n[how are you 漢字 👍🏽"
         f"<|im_end|>{end}"
         f"<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n[fine<|im_end|>{end}"
     ]
-    says(ChatTokenizer(assets).describe(), how)
 
 
 def test_a_turn_is_a_sample_where_a_later_one_changes_it(tmp_path):
@@ -90,7 +88,6 @@ def test_a_turn_is_a_sample_where_a_later_one_changes_it(tmp_path):
         "漢字 👍🏽<|im_end|>\n<|im_start|>user\nworld<|im_end|>\n"
         "<|im_start|>assistant\n[fine<|im_end|>\n<|endoftext|>]"
     )
-    says(ChatTokenizer(str(tmp_path)).describe(), "a turn,")
 
 
 def test_windows_ignore_the_labels_of_what_is_only_read(tmp_path):
@@ -141,7 +138,6 @@ def test_a_template_can_run_no_code(tmp_path):
         ("{% for m in messages %}{{ m.role }}{% endfor %}", CHAT, "loses"),
         (PLAIN, CHAT[:1], "chats.jsonl: line 1: no message"),
         (PLAIN, "hello", 'line 1: "hello"'),
-        (PLAIN, [{"role": "usr", "content": "a"}, *CHAT], '"usr"'),
         (PLAIN, [{"role": "assistant", "content": [{"type": "image"}]}], "line 1: "),
         (PLAIN, [{"role": "assistant", "content": "\ud83d"}], "surrogate pair"),
     ],
@@ -166,29 +162,17 @@ def test_a_missing_column_and_another_one_are_named(tmp_path):
         open_source("training", "chat", args[2], load_tokenizer(""), 259)
 
 
-def test_a_template_that_ends_no_turn_or_has_a_date_is_told(tmp_path):
-    def described(old: str = "", new: str = "") -> str:
-        return ChatTokenizer(folder(tmp_path, PLAIN.replace(old, new))).describe()
-
-    says(described("<|im_end|>"), "to stop")
-    says(described("<|im_end|>", "<|im_start|>"), "at <|endoftext|>", "with <|im_start|>")
-    says(described("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"), "'<think>'")
+def test_the_date_of_a_template_is_always_the_same(tmp_path):
     tokenizer = ChatTokenizer(folder(tmp_path, "{{ strftime_now('%d %B %Y') }}" + PLAIN))
-    says(tokenizer.describe(), "2025-01-01")
-    assert "to stop" not in tokenizer.describe()
     assert tokenizer.texts(CHAT)[0].startswith("01 January 2025<|im_start|>")
     assert BEGIN not in tokenizer._render(CHAT) and END not in tokenizer._render(CHAT)
 
 
-def test_text_in_parts_is_one_text_and_a_template_gets_the_form_that_it_takes(tmp_path):
+def test_a_content_in_parts_is_one_text(tmp_path):
     parts = [{"type": "text", "text": "how are you"}, {"type": "text", "text": " 漢字 👍🏽"}]
     in_parts = [CHAT[0], {**CHAT[1], "content": parts}, *CHAT[2:]]
     assets = folder(tmp_path, PLAIN)
-    expected = trained_text(assets, CHAT)
-    assert trained_text(assets, in_parts) == expected
-    for lossy in ("m.content[0].text", "m.content | map(attribute='text') | join"):
-        assets = folder(tmp_path, PLAIN.replace("m.content", f"({lossy})"))
-        assert trained_text(assets, CHAT) == trained_text(assets, in_parts) == expected
+    assert trained_text(assets, in_parts) == trained_text(assets, CHAT)
 
 
 def test_data_show_has_documents_apart_and_what_is_trained_in_brackets(tmp_path, tool):
@@ -256,24 +240,24 @@ def templates(folder: Path) -> dict[str, str]:
 
 def differences(own: ChatTokenizer, theirs, chat: list[dict]) -> list[str]:
     """Compare one chat's text, prompt, and with marks its ids and mask; [] if both refuse it."""
-    given = chat
-    if own._in_parts:  # transformers leaves that to its caller
-        parts = [[{"type": "text", "text": each["content"]}] for each in chat]
-        given = [{**each, "content": part} for each, part in zip(chat, parts, strict=True)]
     try:
-        want = theirs.apply_chat_template(given, tokenize=False)
+        want = theirs.apply_chat_template(chat, tokenize=False)
     except Exception as error:
         with refused("template fails"):
             own.texts(chat)
-        assert "not supported" in str(error)
+        assert "not supported" in str(error) or "no attribute 'text'" in str(error)
         return []
     found = ["text"] * (_spans(own._render(chat))[0] != want)
     asked = {"tokenize": False, "add_generation_prompt": True}
-    found += ["prompt"] * (own.prompt(chat[:-1]) != theirs.apply_chat_template(given[:-1], **asked))
-    samples = own.texts(chat)
+    found += ["prompt"] * (own.prompt(chat[:-1]) != theirs.apply_chat_template(chat[:-1], **asked))
+    try:
+        samples = own.texts(chat)
+    except UserError as error:  # a template that takes only parts loses a plain text
+        says(error, "loses")
+        return found + ["refused"] * all(each["content"] in want for each in chat)
     if "{% generation" in theirs.chat_template or "{%- generation" in theirs.chat_template:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = theirs.apply_chat_template(given, **options)
+        encoded = theirs.apply_chat_template(chat, **options)
         (ids,) = own.encode_batch(samples)
         found += ["ids"] * ((ids % READ_ONLY).tolist() != encoded["input_ids"])
         mask = (ids < READ_ONLY).astype(np.int64).tolist()
@@ -301,5 +285,4 @@ def test_the_templates_of_trl_render_as_in_transformers(tmp_path, monkeypatch):
         for kind, chat in CHATS.items():
             if found := differences(own, theirs, chat):
                 wrong[f"{name}, {kind}"] = found
-        says(own.describe(), "trained on")
     assert len(sources) == 72 and not wrong

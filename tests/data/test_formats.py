@@ -137,7 +137,8 @@ def write_table(folder: Path, documents: list[list[int]], dtype: str = "uint16")
         for number, (stop, document) in enumerate(zip(stops, documents, strict=True))
     ]
     ids.tofile(folder / "part-0.npy")
-    (folder / "part-0.csv.gz").write_bytes(gzip.compress("".join(rows).encode()))
+    table = gzip.compress("".join(rows).encode(), mtime=0)  # the time would be other bytes
+    (folder / "part-0.csv.gz").write_bytes(table)
     return folder / "part-0.npy"
 
 

@@ -65,8 +65,6 @@ def test_the_fingerprint_changes_with_the_names_lengths_and_content_of_the_shard
     (shards / "c.bin").rename(shards / "f.bin")
     fingerprints.append(opened(shards).fingerprint)
     assert len(set(fingerprints)) == 6
-    older = {fingerprint.partition("+")[0] for fingerprint in fingerprints[2:5]}
-    assert len(older) == 1, "as older versions wrote it"
 
 
 def test_damaged_shards_are_named(shards):
@@ -156,7 +154,8 @@ def test_shards_of_a_manifest_are_checked_whole_and_opened_only_where_they_are_r
     listed = [{"file": f"{number}.bin", "tokens": 8} for number in range(3)]
     for shard in listed:
         write_bin(tmp_path / shard["file"], ids)
-    document = {"fingerprint": "x", "state": "y", "end": 9, "vocab_size": 100, "shards": listed}
+    names = {"fingerprint": "x", "content": "c", "state": "y"}
+    document = {**names, "end": 9, "vocab_size": 100, "shards": listed}
     (tmp_path / "manifest.json").write_text(json.dumps(document))
     opened(tmp_path, end=-1).require_whole()
     write_bin(tmp_path / "1.bin", ids[:7])

@@ -119,16 +119,6 @@ def test_the_launcher_refuses_them_before_anything_starts(root):
         check_machine(job([*ARGV, *tokens(root / "raw"), VALIDATED], 1), "cpu", 1)
 
 
-def test_a_manifest_without_a_fingerprint_is_compared_by_the_copy_of_the_tokenizer(root, tmp_path):
-    manifest = prepared(root, "code", tmp_path / "old")
-    assert manifest.pop("tokenizer_fingerprint") == load_tokenizer(str(root / "code")).fingerprint
-    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
-    argv = tokens(tmp_path / "old")
-    assert text_of_windows(argv)
-    with refused(root / "code", root / "cats"):
-        text_of_windows([*argv, *assets(root / "cats")])
-
-
 def test_another_end_token_is_another_tokenizer(root, tmp_path):
     """Text is prepared again, in a cache and by the command, and prepared shards are refused."""
     shutil.copy(root / "code/tokenizer.json", tmp_path)

@@ -44,7 +44,7 @@ Current thread 0x03 (most recent call first):
 """
 WAITING_FOR_GPU = """Thread 0x01 (most recent call first):
   File "/home/me/.venv/lib/python3.11/site-packages/torch/cuda/streams.py", line 254 in synchronize
-  File "/home/me/titanlite/train/late_copy.py", line 19 in read
+  File "/home/me/titanlite/train/guard.py", line 19 in read
 """
 READING_SIZES = """Thread 0x01 (most recent call first):
   File "/home/me/titanlite/parallel/expert_parallel.py", line 101 in _dispatch

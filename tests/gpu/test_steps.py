@@ -87,14 +87,14 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row,
 
 GPU_ONLY = """
 import os, torch, torch.distributed as dist
-from titanlite.parallel.groups import split
+from titanlite.parallel.mesh import new_groups
 
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
 dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
 for gpu_only in (False, True):
-    group = split("a name", torch.tensor([[0], [1]]), gpu_only)
+    group = new_groups("a name", torch.tensor([[0], [1]]), gpu_only)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     try:
         dist.all_reduce(torch.zeros(1), group=group)

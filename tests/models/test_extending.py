@@ -13,7 +13,6 @@ import pytest
 
 from tests.messages import says
 from tests.runs import environment
-from titanlite.cli import main
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.pool import Pool
 from titanlite.verify.runner import PRELOAD, row_runner
@@ -66,10 +65,12 @@ def test_a_wrong_role_in_the_table_is_named_with_its_row(package, tmp_path):
 
 
 def test_commands_of_the_page_find_the_package_in_the_current_folder(package):
-    """The training command is checked only; the proof's is run as far as its list of faults."""
+    """The training command is checked only; the proof's is run until it has read the model."""
     (train,) = re.findall(r"`titanlite train (--model\.package tiny .*?)`", PAGE, re.DOTALL)
     # A script has its own folder on the path, not this one
     words = [Path(sys.executable).with_name("titanlite"), "config", *train.split()]
     subprocess.run(words, check=True, env=environment(), cwd=package)
     (words,) = re.findall(r"^titanlite verify (.*)$", PAGE, re.MULTILINE)
-    assert main(["verify", *words.split(), "--fault", "list"]) == 0
+    command = [sys.executable, "-m", "titanlite", "verify", *words.split(), "--only", "none"]
+    done = subprocess.run(command, env=environment(), cwd=package, capture_output=True, text=True)
+    says(done.stderr, "none (unknown)", "#1 to #")

@@ -23,17 +23,17 @@ def test_rotation_by_complex_numbers_is_that_by_pairs_to_the_last_digit(dtype):
     fuse a product and a sum where a head is no multiple of its vectors.
     """
     model, _ = built(*SMALL["llama3"])
-    turns = model.rope(None, 64)
-    assert turns.dtype == torch.float32
+    rotations = model.rope(None, 64)
+    assert rotations.dtype == torch.float32
     heads = torch.randn(2, 64, 4, 8, generator=torch.Generator().manual_seed(0))
-    cos, sin = turns.unbind(-1)
+    cos, sin = rotations.unbind(-1)
 
     def by_pairs(x: torch.Tensor) -> torch.Tensor:
         a, b = x.to(torch.promote_types(dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(dtype)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x, turns)
+        return rotate(x, rotations)
 
     results = []
     for rotation in (by_pairs, turn, torch.compile(turn, backend="eager")):

@@ -58,10 +58,10 @@ def small(kind: str) -> Any:
 def plain_loop(argv: list[str]) -> dict[str, torch.Tensor]:
     """Train the class as anybody would, from the same weights and with the same samples."""
     found = job(argv, 1)
-    model, table = build_meta_model(found.spec, found.model, 16)
+    model, table = build_meta_model(found.spec, found.model_config, 16)
     materialize(model, table, 3, torch.device("cpu"))
     theirs: Any = AutoModelForCausalLM.from_config(
-        config_of(found.model), dtype=torch.float32, attn_implementation="eager"
+        config_of(found.model_config), dtype=torch.float32, attn_implementation="eager"
     )
     theirs.load_state_dict(model.state_dict())
     data: Any = training_data(found, open_tokenizer(found), 3)
@@ -178,7 +178,7 @@ def test_a_folder_gives_the_flavor(tmp_path):
     values |= {"pad_token_id": None, "num_hidden_layers": 2}
     Path(tmp_path, "config.json").write_text(json.dumps(values))
     found = job([*of("hf"), f"--model.hf_assets_path={tmp_path}"], 1)
-    assert found.shape.layers == 2 and found.model.pad_token_id is None
+    assert found.shape.layers == 2 and found.model_config.pad_token_id is None
     assert found.spec.blocks == "model.layers"
 
 
@@ -197,7 +197,7 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
     translation = Translation(SPEC, config)
     files = documents(translation.config, torch.float32, None)
     tensors = translation.hf_tensors(torch.float32)
-    export(tmp_path / "hf", tensors, files, lambda name, _: weights[name].detach())
+    export(tmp_path / "hf", tensors, files, lambda name: weights[name].detach())
     names = {tensor.name for tensor in tensors}
     assert (names == weights.keys()) == (flavor == "gemma2")
     theirs, found = AutoModelForCausalLM.from_pretrained(

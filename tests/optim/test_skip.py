@@ -21,7 +21,7 @@ from titanlite.config.schema import FaultSection
 from titanlite.errors import GIVEN_UP, GivenUp, RunFailed
 from titanlite.optim.skip import step_unless
 from titanlite.parallel.dtensor import local_part
-from titanlite.train.bad_steps import BadSteps, Window
+from titanlite.train.guard import BadSteps, Window
 from titanlite.train.trainer import Trainer
 
 SKIP = "--fault.on_nonfinite=skip"

@@ -196,7 +196,9 @@ def step_of(pool: Pool, row: Row, folder: Path, preferred: Collection[int] = ())
     """Return the numbers of a row's step, of each rank."""
     argv = [*MODELS[row.model], *FLOAT64, *SGD, *row.words.split()]
     layout = job([*argv, f"--training.local_batch_size={SAMPLES}"], row.ranks).layout
-    argv.append(f"--training.local_batch_size={SAMPLES // layout.batch // row.accumulation}")
+    argv.append(
+        f"--training.local_batch_size={SAMPLES // layout.data_parallel // row.accumulation}"
+    )
     return pool.run(one_step, argv, str(folder), preferred, world=row.ranks)
 
 
@@ -301,7 +303,9 @@ def validation_and_sample(argv: list[str], folder: str) -> tuple[float, str]:
     before = OWN_PAGE.sequence
     loss = validated(run)
     seen = OWN_PAGE.sequence - before
-    assert seen >= 3 // run.job.layout.batch, "a batch is progress, or a long validation hangs"
+    assert seen >= 3 // run.job.layout.data_parallel, (
+        "a batch is progress, or a long validation hangs"
+    )
     settings = run.job.config.generate.model_copy(
         update={"tokens": 9, "temperature": 0.7, "prompt": "def "}
     )

@@ -37,7 +37,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
-from titanlite.parallel.pipeline_parallel import Pipeline, orders, split
+from titanlite.parallel.pipeline_parallel import Pipeline, cut, orders
 from titanlite.parallel.stage import Stage
 from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.summary import describe_start
@@ -200,12 +200,12 @@ def test_stages_have_the_model_between_them_and_a_parameter_in_none_is_named():
     model, _ = build_model(found)
     first, last = (
         {name for name, _ in part.named_parameters()}
-        for part in split(model, found.spec, found.stages.names)
+        for part in cut(model, found.spec, found.stages.names)
     )
     assert first | last == {name for name, _ in model.named_parameters()} and not first & last
     model.scale = torch.nn.Parameter(torch.empty(1, device="meta"))
     with refused("scale", "tok_embeddings"):
-        split(model, found.spec, found.stages.names)
+        cut(model, found.spec, found.stages.names)
 
 
 def lines_at_start(argv: list[str], folder: str) -> dict[str, str]:

@@ -86,7 +86,7 @@ def test_what_is_compared_does_not_grow_with_the_ranks_and_sharded_weights_are_l
     pool, tmp_path, world, words, tensors, dimensions
 ):
     """32 bytes for each tensor that ranks have in common, and 8 for the verdict; a buffer, the
-    turns of RoPE, is one that all have.
+    rotations of RoPE, is one that all have.
     """
     found = pool.run(bytes_compared, [*TINY, *words.split()], str(tmp_path), world=world)
     assert found == [32 * tensors * dimensions + 8] * world
@@ -109,8 +109,8 @@ def spoiled(argv: list[str], folder: str, name: str) -> str:
 
 
 def test_one_differing_bit_in_a_buffer_is_found(pool, tmp_path):
-    for message in pool.run(spoiled, TINY, str(tmp_path), "rope.turns", world=3):
-        says(message, "after loading", "rope.turns on rank 1 differs from rank 0, 2")
+    for message in pool.run(spoiled, TINY, str(tmp_path), "rope.rotations", world=3):
+        says(message, "after loading", "rope.rotations on rank 1 differs from rank 0, 2")
 
 
 def test_hash_depends_on_values_and_order():

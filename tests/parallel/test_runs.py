@@ -117,7 +117,7 @@ def test_losses_norms_and_weights_of_a_run_are_those_of_one_process(pool, tmp_pa
     argv += [word for word in words if word.startswith("--model.")]
     one = [*argv, "--training.local_batch_size=4"]
     (expected,) = pool.run(trained, one, str(tmp_path / "one"), world=1)
-    local = 4 // job(one, row.ranks).layout.batch if PP in row.words else 1
+    local = 4 // job(one, row.ranks).layout.data_parallel if PP in row.words else 1
     argv += [f"--training.local_batch_size={local}", *words]
     ranks = pool.run(trained, argv, str(tmp_path / "many"), world=row.ranks)
     steps = numbers(tmp_path / "one")

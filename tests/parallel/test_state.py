@@ -8,14 +8,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
-from tests.checkpoint.test_huggingface import exported
 from tests.checkpoint.test_load import refused
-from tests.jobs import MOE, TINY, trainer
+from tests.jobs import MOE, TINY, run_to_end, trainer
 from tests.lanes import sample
 from tests.messages import says
 from tests.parallel.rows import (
@@ -31,7 +29,6 @@ from tests.parallel.rows import (
     ZBV,
     Row,
     cut_and_straight,
-    watching,
 )
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
@@ -119,32 +116,12 @@ def loaded(argv: list[str], folder: str) -> dict[str, Any]:
     return digests(trainer(argv, folder))
 
 
-def counted_export(argv: list[str], folder: str) -> int:
-    """Export; return how many elements this rank sent to another."""
-    sent = list[int]()
-
-    def see(_: str, args: tuple[Any, ...], __: Any) -> None:
-        sent.append(args[0].numel())
-
-    with watching(dist, ["send"], see):
-        exported(argv, folder, "bfloat16")
-    return sum(sent)
-
-
 @pytest.mark.long
-def test_an_export_has_the_same_bytes_as_one_process_and_starts_stages(pool, tmp_path):
-    """A tensor is sent at most once: from its stage to the rank that writes it."""
+def test_the_last_export_of_stages_starts_stages_and_one_process(pool, tmp_path):
     argv = [*GPT2, PP]
-    pool.run(exported, GPT2, str(tmp_path / "one"), "bfloat16", world=1)
-    sent = pool.run(counted_export, argv, str(tmp_path / "stages"), world=4)
-    one, stages = (
-        {p.name: p.read_bytes() for p in (tmp_path / n / "out").iterdir()}
-        for n in ("one", "stages")
-    )
-    assert one == stages and len(one) > 6
-    tensors = sum(len(content) for name, content in one.items() if name.endswith("safetensors"))
-    assert 0 < 2 * sum(sent) < tensors
-    path = f"--checkpoint.initial_load_path={tmp_path}/one/out"
+    saving = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--training.steps=2"]
+    pool.run(run_to_end, [*argv, *saving], str(tmp_path / "run"), world=4)
+    path = f"--checkpoint.initial_load_path={tmp_path}/run/checkpoint/hf-step-2"
     argv += ["--checkpoint.initial_load_in_hf", path]
     states = pool.run(loaded, argv, str(tmp_path / "from_hf"), world=4)
     whole = pool.run(loaded, [*GPT2, *argv[-2:]], str(tmp_path / "whole"), world=1)[0]

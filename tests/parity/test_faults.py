@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.lanes import sample
 from tests.messages import says
+from tests.parity.known_faults import FAULTS, measure_with
 from titanlite.cli import main
-from titanlite.verify.command import fault_rows
-from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
 
@@ -27,10 +28,12 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "accumulation-forgotten": "gradient of ",
     "norm-in-float32": "norm of all gradients (p = 2)",
     "clip-by-local-norm": "norm of all gradients (p = 2)",
+    "replicas-counted": "norm of all gradients (p = 2)",
     "parts-orthogonalized": "after 1 Muon step: layers.",
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
     "documents-mixed": "gradient of ",
+    "documents-dropped": "gradient of ",
     "keys-not-summed": "gradient of layers.",
     "order-forgotten": "gradient of layers.",
     "positions-restart": "gradient of layers.",
@@ -38,6 +41,7 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "context-not-reduced": "gradient of ",
     "documents-cut": "gradient of layers.",
     "microbatch-averaged": "gradient of ",
+    "pipeline-undivided": "gradient of ",
     "stage-norm-local": "norm of all gradients (p = ",
     "tie-unsummed": "gradient of tok_embeddings.weight",
     "seed-by-stage-number": "initial value of layers.2.",
@@ -81,24 +85,15 @@ def test_every_fault_has_its_message():
 
 @pytest.mark.parametrize("name", sample(ALL, *SAMPLED, long=IN_LONG, nightly=NIGHTLY))
 def test_a_fault_is_detected_and_named(runners, name):
-    of_experts = name in OF_EXPERTS
-    row = next(iter(fault_rows(QWEN if of_experts else LLAMA, name)))
-    result = runners["qwen" if of_experts else "llama"](row, name)
+    model, run = (QWEN, runners["qwen"]) if name in OF_EXPERTS else (LLAMA, runners["llama"])
+    rows = (row for row in FAULTS[name].rows if row.layout in model.layouts)
+    result = run(next(rows), measure=partial(measure_with, name))
     assert not result.passed and ALL[name] in result.what, result
-
-
-@pytest.mark.long
-def test_the_command_says_what_failed_and_exits_1(capfd):
-    code = main(["verify", "--fault", "divided-twice", "--model", "gpt2"])
-    out, err = capfd.readouterr()
-    assert code == 1 and "torch's log" not in out and not err
-    says(out, "FAIL  gradient of ")
 
 
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--fault tie-brok", "did you mean tie-broken?"),
         ("--model lama3", "did you mean llama3?"),
         ("--fulll", "did you mean --full?"),
         ("--model", "one argument"),
@@ -111,9 +106,3 @@ def test_invalid_options_exit_2_with_one_line(capfd, words, remedy):
     err = capfd.readouterr().err
     assert code == 2 and err.count("\n") == 1
     says(err, remedy)
-
-
-def test_faults_are_listed_one_per_line_with_what_each_is(capfd):
-    assert main(["verify", "--fault", "list"]) == 0
-    lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
-    assert lines == [[name, fault.summary] for name, fault in FAULTS.items()]

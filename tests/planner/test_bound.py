@@ -141,7 +141,7 @@ def _operations(row: Row) -> Iterator[Operation]:
 
 
 def speed(row: Row, hardware: Hardware | None = None) -> Speed:
-    tokens = row.batch * row.layout.batch * SEQUENCE
+    tokens = row.batch * row.layout.data_parallel * SEQUENCE
     hardware = hardware or load_hardware(row.gpu)
     found = speed_of([recording_of(row)], row.layout, hardware, tokens, row.precision != EAGER)[0]
     bubble = 1 + (row.layout.pp - 1) / (row.batch * row.chunks)

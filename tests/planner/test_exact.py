@@ -5,25 +5,19 @@ from collections import Counter
 import pytest
 
 from tests.jobs import MOE, OUTSIDE, TINY, job
+from tests.lanes import sample
 from tests.messages import refused
+from tests.planner.plan_check import ROWS, check, missing_gathers
 from tests.planner.steps import plan_step
 from titanlite.models.common.feed_forward import SwiGLU
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import record_step, static_bytes
-from titanlite.verify.plan_check import ROWS, check, missing_gathers, row
 
 TENSOR = ROWS[6]
-PIPELINE = row("pp2", schedule="ZBVZeroBubble")
-CONTEXT = next(one for one in ROWS if "--training.document_mask" in one.more)
-EXPERTS = row("ep2", 7, model="mixture")
-SAMPLE = [
-    pytest.param(TENSOR, marks=pytest.mark.long),
-    *(pytest.param(one, marks=pytest.mark.nightly) for one in (PIPELINE, CONTEXT, EXPERTS)),
-]
-"""`titanlite plan --selftest` has many more."""
+ALL_ROWS = sample(ROWS, long=[TENSOR], nightly=[one for one in ROWS if one is not TENSOR])
 
 
-@pytest.mark.parametrize("plan_row", SAMPLE, ids=str)
+@pytest.mark.parametrize("plan_row", ALL_ROWS, ids=str)
 def test_a_rehearsal_equals_real_processes_to_the_byte(plan_row, pool, tmp_path):
     assert not check(plan_row, tmp_path, pool)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.known_faults import Fault
+from tests.planner.plan_check import PlanRow, command_line, row
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import record_step
-from titanlite.verify.known_faults import Fault
 from titanlite.verify.model_under_test import build_job
-from titanlite.verify.plan_check import PlanRow, command_line, row
 
 
 def twice(original, *arguments, **options):
@@ -69,6 +69,6 @@ def plan_of(plan_row: PlanRow, folder: Path) -> list[tuple[int, Counter[Collecti
 def test_a_fault_changes_the_plan_of_its_row(name, tmp_path):
     target, replacement, plan_row = FAULTS[name]
     right = plan_of(plan_row, tmp_path)
-    with Fault("", f"titanlite.{target}", (), replacement).put_in():
+    with Fault(f"titanlite.{target}", (), replacement).put_in():
         wrong = plan_of(plan_row, tmp_path)
     assert wrong != right

@@ -137,7 +137,6 @@ def test_a_gpu_is_recognized_by_its_name_and_memory(name, gib, gpu):
         ("--gpu h100-80g --out best.toml", "--out|--search"),
         ("--gpu h100-80g --measure 2", "--measure|--search"),
         ("--gpu h100-80g --search --json", "one plan"),
-        ("--selftest --world 2", "--selftest|other options"),
         ("--gpu h100-80g --hardware /nowhere.toml", "/nowhere.toml:|No such file"),
         ("--gpu h100-80g --html /nowhere/plan.html", "plan.html:|folder /nowhere"),
         ("--gpu h100-80g --wrld 8", "--world?"),

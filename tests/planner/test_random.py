@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.planner.plan_check import MODELS, NAMED, PlanRow, check
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError
 from titanlite.planner.depth import _shallow_jobs, plan_ranks
 from titanlite.planner.rehearse import record_step
 from titanlite.verify.model_under_test import ModelUnderTest, build_job, read_model
-from titanlite.verify.plan_check import MODELS, NAMED, PlanRow, check
 from titanlite.verify.table import Row, choices, is_valid
 
 SEED = int(os.environ.get("TITANLITE_SEED", "1"))

@@ -2,7 +2,6 @@
 manifest is, and every copy is verified.
 """
 
-import logging
 import shutil
 
 import pytest
@@ -14,6 +13,7 @@ from tests.messages import says
 from tests.stores.server import NOTHING
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest
+from titanlite.checkpoint.owner import ASIDE, Owner
 from titanlite.runtime.bucket import place
 from titanlite.runtime.store import delete, exists, list_folder, write
 
@@ -88,7 +88,6 @@ def test_a_damaged_checkpoint_is_not_copied_in_either_direction(saved, tool, url
 def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, url, tmp_path):
     shutil.copytree(saved / "checkpoint/step-2", tmp_path / "step-2")
     source, target = tmp_path / "step-2", place(f"{url}/step-2")
-    transfer.begin(source, target)
     transfer.copy_files(source, target, read_manifest(source).files.items())
     source.rename(tmp_path / "archived")
     with pytest.raises(CorruptCheckpoint):
@@ -100,7 +99,7 @@ def test_a_step_that_left_its_folder_during_an_upload_gets_no_manifest(saved, ur
 def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy):
     tool("checkpoint cp", saved, url)
     proxy.fail("(?=.*list-type).*step-2", after=1, status=200, text=NOTHING)
-    assert transfer.remove_leftovers(place(url)) == []
+    assert Owner(place(url), "here").remove_leftovers() == []
     proxy.heal()
     tool("checkpoint verify", url)
 
@@ -108,9 +107,9 @@ def test_a_list_that_is_empty_by_mistake_deletes_nothing(saved, tool, url, proxy
 def test_steps_that_a_rewind_has_set_aside_are_no_leftovers(saved, tool, url):
     tool("checkpoint cp", saved, url, "--all")
     root = place(url)
-    transfer.set_aside(root, [1], logging.Logger("quiet"))
-    assert transfer.remove_leftovers(root) == []
-    assert transfer.ASIDE in list_folder(root / "step-1")
+    Owner(root, "here").set_aside([1])
+    assert Owner(root, "here").remove_leftovers() == []
+    assert ASIDE in list_folder(root / "step-1")
 
 
 def test_a_hugging_face_folder_is_copied_from_a_store_and_a_killed_copy_mixes_nothing(

@@ -112,7 +112,9 @@ def collectives(argv: list[str], folder: str) -> Counter[str]:
             return func(*args, **(kwargs or {}))
 
     generator = torch.Generator().manual_seed(0)
-    tokens, labels = torch.randint(256, (2, 6 * run.job.layout.batch, 16), generator=generator)
+    tokens, labels = torch.randint(
+        256, (2, 6 * run.job.layout.data_parallel, 16), generator=generator
+    )
     with Recorded():
         forward_backward(run, micro_batches(tokens, labels, run.data.rank_slice))
     return counts

@@ -10,16 +10,16 @@ from tests.checkpoint.saved import keeping_log
 from tests.jobs import TINY, trainer
 from tests.messages import refused, says
 from titanlite.runtime.rank_files import ATTEMPT
-from titanlite.train.rank_facts import Facts, differences, notable
+from titanlite.train.rank_facts import RankFacts, differences, notable
 from titanlite.verify.pool import RankFailed
 
 REVISION = "0123456789" * 4
 
 
-def some(rank: int, **changes: Any) -> Facts:
+def some(rank: int, **changes: Any) -> RankFacts:
     """Return facts of a rank, two of which are on a host."""
     host = f"host{rank // 2}"
-    own = Facts(rank, host, "", "cpu", "", "", "3.11", REVISION, "", 1 << 40, "a", 100.0)
+    own = RankFacts(rank, host, "", "cpu", "", "", "3.11", REVISION, "", 1 << 40, "a", 100.0)
     return replace(own, **changes)
 
 

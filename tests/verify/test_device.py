@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.lanes import needs_gpus, sample
 from tests.messages import says
+from tests.parity.known_faults import measure_with
 from titanlite.cli import main
 from titanlite.verify.command import rows_of_device
 from titanlite.verify.measurements import INITIAL
@@ -35,8 +37,9 @@ def test_a_row_equals_one_process_in_float64(pool, name, device):
 
 @pytest.mark.long
 def test_a_fault_is_seen_in_low_precision(pool):
+    measure = partial(measure_with, "norms-not-reduced")
     with row_runner(replace(read_model([], {}), device="cpu"), pool) as run:
-        assert not run(BY_NAME["tp2 bfloat16"], "norms-not-reduced").passed
+        assert not run(BY_NAME["tp2 bfloat16"], measure=measure).passed
 
 
 @pytest.mark.long

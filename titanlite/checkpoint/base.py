@@ -6,7 +6,7 @@ the base's files, and whoever reads the base compares it.
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
+from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, Base, Manifest, read_manifest
 from titanlite.checkpoint.read import read
 from titanlite.checkpoint.resume import Resume
@@ -39,7 +40,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     named = resume.manifest.base if resume.manifest else None
     if named and named != folder.base:  # a rewind finds it in place
         given = job.config.checkpoint.initial_load_path
-        BaseWeights(named, given, job.spec, job.model, folder.group).read(state.frozen())
+        BaseWeights(named, given, job.spec, job.model_config, folder.group).read(state.frozen())
     if named:
         return named
     is_whole = resume.continues or resume.exclude or not folder.settings.enable
@@ -89,23 +90,11 @@ class BaseWeights:
         elif self._hf:
             self._hf.fill(tensors)
 
-    def joined(
-        self,
-        read_own: Callable[[str], torch.Tensor],
-        own: Manifest,
-        shapes: Mapping[str, Sequence[int]],
-        dtype: torch.dtype,
-    ) -> Callable[[str], torch.Tensor]:
-        """Return a function that reads one tensor of a checkpoint or of its base."""
-
-        def read(name: str) -> torch.Tensor:
-            if name in own.tensors:
-                return read_own(name)
-            tensor = torch.empty(tuple(shapes[name.removeprefix("model.")]), dtype=dtype)
-            self.read({name: tensor})
-            return tensor
-
-        return read
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Read one of its weights in this process."""
+        if self._hf:
+            return self._hf.read(name.removeprefix("model."))
+        return load_tensors(self.folder, [name], self._manifest)[name]
 
 
 def fingerprint(folder: Path, group: dist.ProcessGroup | None) -> str:

@@ -29,8 +29,6 @@ def delete(folder: Path) -> None:
 
 def clear_leftovers(root: Path) -> list[str]:
     """Delete the leftovers of a killed save, export, deletion or start; return the names."""
-    if is_remote(root):
-        return transfer.remove_leftovers(root)
     staging = r"\.(hf-)?step-\d+(\.[0-9a-f]{8})?\.staging"
     seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
     pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")

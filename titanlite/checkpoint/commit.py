@@ -38,7 +38,7 @@ from titanlite.checkpoint.manifest import (
     point_latest,
     step_folder,
 )
-from titanlite.checkpoint.places import Tensor, rank_file
+from titanlite.checkpoint.places import StoredTensor, rank_file
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import let_go
 from titanlite.runtime import store
@@ -155,7 +155,9 @@ class Writer(Alone, dcp.StorageWriter):
     def __init__(
         self, root: Path, content: Content, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._root, self._content, self._group = root, content, group
+        self._root = root
+        self._content = content
+        self._group = group
         self._target = step_folder(root, content.step)
         self._saving = f"the save of step {content.step}"
 
@@ -167,7 +169,8 @@ class Writer(Alone, dcp.StorageWriter):
             raise UserError(f"{self._target} exists, and nothing is ever written into a checkpoint")
 
     def write_data(self, plan: dcp.SavePlan, planner: Any) -> Future[Any]:
-        group, rank = self._group, rank_in(self._group)
+        group = self._group
+        rank = rank_in(self._group)
         with staging_folder(self._target, group, self._saving) as staging:
             write = partial(_write_tensors, staging / rank_file(rank), plan, planner)
             written = run_on_all_ranks(group, self._saving, write)
@@ -179,7 +182,7 @@ class Writer(Alone, dcp.StorageWriter):
         done.set_result([])
         return done
 
-    def _publish(self, staging: Path, tensors: dict[str, Tensor], rows: list[Any]) -> None:
+    def _publish(self, staging: Path, tensors: dict[str, StoredTensor], rows: list[Any]) -> None:
         content = self._content
         files: dict[str, File] = {}
         payloads = []
@@ -198,7 +201,8 @@ class Writer(Alone, dcp.StorageWriter):
         manifest = Manifest(content.step, content.weights_only, files, tensors, base=content.base)
         rendered = manifest.render()
         store.write(staging / MANIFEST, rendered)
-        if problems := faults(staging, manifest):
+        problems = faults(staging, manifest)
+        if problems:
             raise OSError("; ".join(problems))
         if staging.parent == self._target:
             rendered = replace(manifest, attempt=staging.name, run=content.run).render()

@@ -44,6 +44,7 @@ class CheckpointFolder:
         """What has the weights that a save leaves out, once the start is loaded."""
         self.complete = set[int]()
         """Steps that were found complete, and are not looked at again."""
+        self._has_locks = False
         self.owner: Owner | None = None
         """On rank 0 of a run that saves into a bucket."""
         if self.settings.enable:
@@ -58,8 +59,7 @@ class CheckpointFolder:
     def _use_bucket(self) -> None:
         """Make sure that this node reaches it."""
         self.root.is_dir()
-        self._has_locks = self.rank_info.rank == 0
-        if self._has_locks:
+        if self.rank_info.rank == 0:
             self.owner = Owner(self.root, self.rank_info.host)
             transfer.fetch_metrics(self.root, self._outer)
 
@@ -91,7 +91,12 @@ class CheckpointFolder:
     def _tidy(self) -> None:
         """On rank 0, delete what a killed run left, and finish its rewind."""
         # Without locks they may be of a run in progress.
-        if self._has_locks and (cleared := cleanup.clear_leftovers(self.root)):
+        cleared = list[str]()
+        if self.owner:
+            cleared = self.owner.remove_leftovers()
+        elif self._has_locks:
+            cleared = cleanup.clear_leftovers(self.root)
+        if cleared:
             self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
         if self.rank_info.rank == 0 and store.exists(self.root / REWIND):
             self.archive_steps_after(int(store.read(self.root / REWIND)))
@@ -109,8 +114,9 @@ class CheckpointFolder:
             return
         store.write(self.root / REWIND, f"{step}\n".encode())
         if self.owner:
-            transfer.set_aside(self.root, later_steps, self.log)
-            self.owner.known -= {*later_steps}
+            self.owner.set_aside(later_steps)
+            steps = ", ".join(map(str, later_steps))
+            self.log.info(f"{self.root}: later checkpoints ({steps}) are now set aside")
             status.note(self.job.config, step)
         else:
             self._archive(later_steps)

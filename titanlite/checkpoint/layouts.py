@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.places import TYPES, Layout, Tensor, spread
+from titanlite.checkpoint.places import TYPES, Split, StoredTensor, spread
 from titanlite.errors import UserError
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 
-def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
-    layouts: dict[Any, Layout] = {}
+def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
+    layouts: dict[Any, Split] = {}
     described = {}
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -26,15 +26,16 @@ def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
             key = tensor.device_mesh, tensor.placements
         if key not in layouts:
             layouts[key] = layout_of(tensor)
-        described[name] = Tensor(tuple(tensor.shape), dtype, layouts[key])
+        described[name] = StoredTensor(tuple(tensor.shape), dtype, layouts[key])
     return described
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
+def layout_of(tensor: torch.Tensor) -> Split:
     """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
     if not isinstance(tensor, DTensor):
-        return Layout()
-    splits, late = list[tuple[Any, int]](), list[tuple[Any, int]]()
+        return Split()
+    splits = list[tuple[Any, int]]()
+    late = list[tuple[Any, int]]()
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)  # every kind of shard has one
         # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.
@@ -49,10 +50,10 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         strides.append(line[1] - line[0] if size > 1 else 1)
     names = tuple(tensor.device_mesh.mesh_dim_names or ())
     first = int(ranks.min())
-    return Layout(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
+    return Split(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
 
 
-def agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def agree(own: dict[str, StoredTensor], group: dist.ProcessGroup | None) -> dict[str, StoredTensor]:
     """Return all ranks' tensors, as the lowest rank of each describes it, shared out over copies.
 
     Ranks that describe theirs alike, all of a stage, send it once.
@@ -60,12 +61,12 @@ def agree(own: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, 
     digest = hashlib.sha256(repr(own).encode()).digest()
     is_first = gather_objects(digest, group).index(digest) == rank_in(group)
     tables = gather_objects(own if is_first else {}, group, only_rank_0=True)
-    merged: dict[str, Tensor] = {}
+    merged: dict[str, StoredTensor] = {}
     if rank_in(group) == 0:
         for rank, table in enumerate(tables):
             for name, tensor in table.items():
-                if tensor.layout == Layout():
-                    tensor = replace(tensor, layout=Layout(first=rank))
+                if tensor.layout == Split():
+                    tensor = replace(tensor, layout=Split(first=rank))
                 merged.setdefault(name, tensor)
         merged = spread(merged)
     if group:

@@ -56,8 +56,10 @@ def latest_verified(
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
             return resume
-        more = f"; and {len(problems) - 4} more" * (len(problems) > 4)
-        log.warning(f"skipping checkpoint: {'; '.join(problems[:4])}{more}")
+        shown = problems[:4]
+        if len(problems) > 4:
+            shown.append(f"and {len(problems) - 4} more")
+        log.warning(f"skipping checkpoint: {'; '.join(shown)}")
     if steps:
         raise UserError(
             f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names "
@@ -92,7 +94,10 @@ def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
 
 def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
     """Return the committed steps that rank 0 sees; the other ranks do not list the folder."""
-    return gather_objects(transfer.steps(root) if rank_in(group) == 0 else [], group)[0]
+    steps: list[int] = []
+    if rank_in(group) == 0:
+        steps = transfer.steps(root)
+    return gather_objects(steps, group)[0]
 
 
 def _verified(
@@ -111,12 +116,14 @@ def _verify(
 
     Each rank looks at an equal share of the files, with `full` at their bytes too.
     """
-    manifest, failure = None, ""
+    manifest = None
+    failure = ""
     try:
         manifest = read_manifest(folder)
         remote = is_remote(folder)
         contents = manifest.files if full and not remote else [STATE, CONFIG, ENVIRONMENT]
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
         share = slice(rank, None, ranks)
         problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
         if full and remote and not problems:
@@ -124,11 +131,15 @@ def _verify(
                 pass  # verified; `read` finds it there
     except (CorruptCheckpoint, *MISSING) as error:
         problems = [str(error)]
-    except (Unreadable, OSError) as error:
+    except Unreadable as error:
         problems = []
-        failure = str(error if isinstance(error, Unreadable) else Unreadable(folder, error))
+        failure = str(error)
+    except OSError as error:
+        problems = []
+        failure = str(Unreadable(folder, error))
     found = gather_objects((problems, failure), group)
-    if failures := [failure for _, failure in found if failure]:
+    failures = [failure for _, failure in found if failure]
+    if failures:
         raise UserError(failures[0])
     problems = sorted({problem for part, _ in found for problem in part})
     if problems or weights_only:
@@ -148,7 +159,8 @@ def _verify(
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
     """Load a checkpoint into the live tensors, all of it or nothing."""
-    manifest, folder, exclude = resume.foreign or resume.manifest, resume.folder, resume.exclude
+    manifest = resume.foreign or resume.manifest
+    folder = resume.folder
     assert manifest and folder
     tensors = state.chosen(not resume.continues, manifest.base is None)
     saved = {
@@ -161,7 +173,10 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         wanted |= dict.fromkeys(state.numbers(), "a number")
     else:
         saved = {name: what for name, what in saved.items() if name.startswith("model.")}
-    check_exclude_patterns(exclude, {*saved, *wanted, *[DATA] * resume.continues})
+    names = {*saved, *wanted}
+    if resume.continues:
+        names.add(DATA)
+    check_exclude_patterns(resume.exclude, names)
     if resume.foreign and not resume.continues:  # which casts weights as it reads them
         saved, wanted = (
             {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
@@ -169,13 +184,14 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         )
     if not any(map(is_adapter, saved)):  # a base has none: they begin anew
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
-    loaded = {name for name in {*saved, *wanted} if not excluded(name, exclude)}
+    loaded = {name for name in {*saved, *wanted} if not excluded(name, resume.exclude)}
     both = manifest.tensors, tensors
     for name in loaded & manifest.tensors.keys() & tensors.keys():
         if name.endswith("lora_A"):
             saved["lora.rank"], wanted["lora.rank"] = (str(each[name].shape[0]) for each in both)
             loaded.add("lora.rank")
-    if found := list(differences(saved, wanted, loaded)):
+    found = list(differences(saved, wanted, loaded))
+    if found:
         raise UserError(
             f"{folder} does not fit this run; nothing was loaded. A new run: give another "
             "job.dump_folder, and checkpoint.initial_load_path to start from weights that fit. "

@@ -16,17 +16,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from titanlite.checkpoint.places import Tensor
+from titanlite.checkpoint.places import StoredTensor
 from titanlite.errors import UserError
 from titanlite.runtime import store
 
 LATEST = "latest"
-MANIFEST, STATE, CONFIG, ENVIRONMENT = (
-    "manifest.json",
-    "state.json",
-    "config.toml",
-    "environment.json",
-)
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONFIG = "config.toml"
+ENVIRONMENT = "environment.json"
 DCP_METADATA = ".metadata"
 """What torch's DCP writes last, as TorchTitan's checkpoints have it."""
 FORMAT = 2
@@ -75,7 +73,7 @@ class Manifest:
     weights_only: bool
     """There is no optimizer state: a run can start from these weights, but not resume."""
     files: dict[str, File]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, StoredTensor]
     format: int = FORMAT
     attempt: str = ""
     """The folder next to the manifest that has the files, where a run saves into a bucket."""
@@ -195,14 +193,11 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
                 f"{folder} is not a complete checkpoint: torch's DCP was writing it and did not "
                 f"end, there is no {DCP_METADATA}; name an earlier step"
             ) from None
-        hint = "; --model.flavor hf starts from a Hugging Face folder" * store.exists(
-            folder / "config.json"
-        )
-        why = (
-            f"it has no {MANIFEST}, nor torch's {DCP_METADATA}{hint}"
-            if store.exists(folder)
-            else "there is no such folder"
-        )
+        why = "there is no such folder"
+        if store.exists(folder):
+            why = f"it has no {MANIFEST}, nor torch's {DCP_METADATA}"
+        if store.exists(folder / "config.json"):
+            why += "; --model.flavor hf starts from a Hugging Face folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
         raise Unreadable(folder / MANIFEST, error) from None
@@ -237,7 +232,8 @@ def faults(
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]
     folder = folder / manifest.attempt
-    problems, present = list[str](), store.list_folder(folder)
+    problems = list[str]()
+    present = store.list_folder(folder)
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
     # By size, so that shares of every Nth have about as many bytes each.
@@ -245,7 +241,9 @@ def faults(
     for name, file in select(files):
         if name not in present:
             problems.append(f"{folder / name}: missing")
-        elif (size := store.size(present[name])) != file.size:
+            continue
+        size = store.size(present[name])
+        if size != file.size:
             problems.append(f"{folder / name}: {size:,} bytes, {file.size:,} were written")
         elif name in contents and store.crc32(present[name]) != file.crc32:
             problems.append(f"{folder / name}: checksum mismatch")

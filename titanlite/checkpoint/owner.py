@@ -6,13 +6,26 @@ one, so that of two runs that save the same step one is refused, and the steps o
 """
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
-from titanlite.checkpoint.manifest import MANIFEST, committed, read_manifest, step_folder
+from titanlite.checkpoint.manifest import (
+    MANIFEST,
+    CorruptCheckpoint,
+    committed,
+    read_manifest,
+    step_folder,
+)
+from titanlite.checkpoint.transfer import steps
 from titanlite.errors import RunFailed
 from titanlite.runtime import store
 from titanlite.runtime.rank_files import STARTED
+
+ASIDE = f"{MANIFEST}.aside"
+"""The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
+object brings it back."""
 
 
 class Owner:
@@ -22,10 +35,12 @@ class Owner:
         self._root = root
         # The same for all attempts of a launcher.
         self.name = f"{host} {os.environ.get(STARTED) or uuid4().hex}"
-        self.known = {step for step in committed(root) if self._is_there(step)}
+        self._found = steps(root)
+        self.known = set(filter(self._is_there, self._found))
         """The steps that were there at the start, and those that this run has created."""
 
     def _is_there(self, step: int) -> bool:
+        """Ask for a manifest by its name: a list may be empty by mistake."""
         return store.exists(step_folder(self._root, step) / MANIFEST)
 
     def require_alone(self) -> None:
@@ -40,3 +55,41 @@ class Owner:
                     "another checkpoint.folder"
                 )
             self.known.add(step)
+
+    def set_aside(self, later_steps: Iterable[int]) -> None:
+        """Take their manifests from steps."""
+        for step in later_steps:
+            manifest = step_folder(self._root, step) / MANIFEST
+            if store.exists(manifest):
+                store.copy(manifest, manifest.parent / ASIDE)
+                store.delete(manifest)
+        self.known -= {*later_steps}
+
+    def remove_leftovers(self) -> list[str]:
+        """Remove what killed saves left before the start; return the names.
+
+        After the newest step it may be of a run in progress, which stays.
+        """
+        names = []
+        for step in self._found:
+            if step > max(self.known, default=-1):
+                break
+            folder = step_folder(self._root, step)
+            for name, path in self._dead_parts(step, folder).items():
+                store.delete(path)
+                names.append(name)
+        return names
+
+    def _dead_parts(self, step: int, folder: Path) -> dict[str, Path]:
+        """Return the folders that no manifest names, of a step or all of it."""
+        if step not in self.known:
+            return {} if store.exists(folder / ASIDE) else {folder.name: folder}
+        try:
+            kept = read_manifest(folder, outline=True).attempt
+        except CorruptCheckpoint:
+            return {}
+        return {
+            f"{folder.name}/{name}": path
+            for name, path in store.list_folder(folder).items()
+            if re.fullmatch("[0-9a-f]{8}", name) and name != kept
+        }

@@ -37,7 +37,7 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class Split:
     """The ranks that write a tensor, and how they split it.
 
     They form a mesh: at its coordinates c is the rank `first` + the sum of c x strides. Of ranks
@@ -64,7 +64,8 @@ class Layout:
         region = [slice(0, size) for size in shape]
         writer = self.first
         for dim, axis in self.splits:
-            number, stride = self.sizes[axis], self.strides[axis]
+            number = self.sizes[axis]
+            stride = self.strides[axis]
             index = (rank - self.first) // stride % number
             region[dim] = _part(region[dim], number, index)
             writer += index * stride
@@ -113,12 +114,12 @@ def _part(whole: slice, number: int, index: int) -> slice:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StoredTensor:
     """A whole tensor, as it was before it was sharded."""
 
     shape: tuple[int, ...]
     dtype: str
-    layout: Layout
+    layout: Split
 
     @property
     def placement(self) -> str:
@@ -128,7 +129,7 @@ class Tensor:
         return prod(sizes) * TYPES[self.dtype][1]
 
 
-def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def spread(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the same tensors, each to be written by the copy that has least to write so far."""
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     chosen = {}
@@ -146,7 +147,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def written_by(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Box]:
+def written_by(rank: int, tensors: Mapping[str, StoredTensor]) -> dict[str, Box]:
     """Return the regions that a rank writes, in the order of its file."""
     found = {}
     # Larger types first, so that each value is aligned.
@@ -157,15 +158,18 @@ def written_by(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Box]:
     return found
 
 
-def header(tensors: Mapping[str, Tensor], regions: Mapping[str, Box]) -> bytes:
+def header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> bytes:
     """Return the begin of a file of these regions in the format of safetensors.
 
     torch's HuggingFaceStorageReader joins the ranks' files by its marks.
     """
-    entries, offsets, end = dict[str, Any](), {}, 0
+    entries = dict[str, Any]()
+    offsets = {}
+    end = 0
     for name, region in regions.items():
         sizes = sizes_of(region)
-        begin, end = end, end + tensors[name].bytes_of(sizes)
+        begin = end
+        end = end + tensors[name].bytes_of(sizes)
         kind = TYPES[tensors[name].dtype][0]
         entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": (begin, end)}
         offsets[name] = {"saved_offsets": [each.start for each in region]}

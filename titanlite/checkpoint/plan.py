@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.layouts import agree, describe_all
-from titanlite.checkpoint.places import Tensor, header, sizes_of, written_by
+from titanlite.checkpoint.places import StoredTensor, header, sizes_of, written_by
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.distributed import rank_in
@@ -31,7 +31,7 @@ class Planner(dcp.SavePlanner):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """This rank's, by names with dots; a save may bring copies of those of the first one."""
-        self.places: dict[str, Tensor] = {}
+        self.places: dict[str, StoredTensor] = {}
         """Of the tensors of all ranks."""
         self._group = group
         self._plan = dcp.SavePlan([])
@@ -50,10 +50,11 @@ class Planner(dcp.SavePlanner):
             self.places = places
         return self._plan
 
-    def _planned(self, places: dict[str, Tensor]) -> dcp.SavePlan:
+    def _planned(self, places: dict[str, StoredTensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
         for name, region in regions.items():
-            if (found := box_of(self.tensors[name])) != region:
+            found = box_of(self.tensors[name])
+            if found != region:
                 raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
         items = [_item(name, places[name], region) for name, region in regions.items()]
         return dcp.SavePlan(items, storage_data=header(places, regions))
@@ -65,7 +66,8 @@ class Planner(dcp.SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        name, planned = write_item.index.fqn, write_item.tensor_data
+        name = write_item.index.fqn
+        planned = write_item.tensor_data
         value = self.lookup(name)
         assert planned
         if (value.dtype, value.shape) != (planned.properties.dtype, planned.chunk.sizes):
@@ -86,8 +88,9 @@ def chunk_of(region: Box) -> ChunkStorageMetadata:
     )
 
 
-def _item(name: str, tensor: Tensor, region: Box) -> WriteItem:
-    chunk, properties = chunk_of(region), TensorProperties(dtype=getattr(torch, tensor.dtype))
+def _item(name: str, tensor: StoredTensor, region: Box) -> WriteItem:
+    chunk = chunk_of(region)
+    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
     data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 

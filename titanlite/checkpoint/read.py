@@ -30,7 +30,9 @@ class Reader(Alone, dcp.StorageReader):
         manifest: Manifest,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._folder, self._manifest, self._tensors = folder, manifest, tensors or {}
+        self._folder = folder
+        self._manifest = manifest
+        self._tensors = tensors or {}
         self._files: dict[Any, str] = {}
         names = manifest.tensors if tensors is None else tensors.keys() & manifest.tensors
         self._metadata = dcp.Metadata({name: self._stored(name) for name in names})
@@ -54,7 +56,8 @@ class Reader(Alone, dcp.StorageReader):
         items = defaultdict[str, list[ReadItem]](list)
         for item in plan.items:
             items[self._files[item.storage_index.fqn, item.storage_index.offset]].append(item)
-        if absent := items.keys() - self._manifest.files:
+        absent = items.keys() - self._manifest.files
+        if absent:
             file = min(absent)
             raise CorruptCheckpoint(
                 f"{self._folder}: {items[file][0].storage_index.fqn} is in {file}, which is not "

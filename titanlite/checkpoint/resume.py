@@ -107,7 +107,8 @@ class Resume:
             since = f"config changed since step {self.position.step}"
             lines.append(f"{since} (new values apply): {shown}")
         environment = json.loads(read_document(self.folder, ENVIRONMENT))
-        new_stages, old_mesh = [" ".join(names) for names in job.stages.names], environment["mesh"]
+        new_stages = [" ".join(names) for names in job.stages.names]
+        old_mesh = environment["mesh"]
         is_split_anew = environment["stages"] != new_stages
         new_mesh = dict(zip(old_mesh, job.layout.degrees, strict=True))
         lines += batch_changes(

@@ -81,7 +81,8 @@ def batch_changes(
     """Yield how a global batch that follows from the number of ranks changed, and how to keep
     it.
     """
-    before, ranks = saved["global_batch_size"], batch.data_parallel
+    before = saved["global_batch_size"]
+    ranks = batch.data_parallel
     if before == -1:
         before = saved["local_batch_size"] * mesh["dp_replicate"] * mesh["dp_shard"]
     if training.global_batch_size != -1 or before == batch.total:

@@ -186,7 +186,8 @@ class Saver:
         pinned = self.settings.async_mode == "async_with_pinned_mem"
         # Which alone a forward pass may change.
         buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
-        return Stager(self._device if pinned else None, buffers)
+        gpu = self._device if pinned else None
+        return Stager(gpu, buffers)
 
     def before_update(self) -> None:
         """Make the optimizer's step wait for a copy of the state in progress."""

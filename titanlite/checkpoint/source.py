@@ -40,7 +40,7 @@ def find(folder: CheckpointFolder) -> Resume:
     elif settings.enable:
         resume = load.latest_verified(folder.root, full, group, folder.log)
     if resume is None and settings.initial_load_in_hf:
-        read = partial(HuggingFaceFolder, path, job.spec, job.model, exclude)
+        read = partial(HuggingFaceFolder, path, job.spec, job.model_config, exclude)
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
         resume = Resume(path, hf=hf)
     elif resume is None and settings.initial_load_path:
@@ -51,7 +51,7 @@ def find(folder: CheckpointFolder) -> Resume:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
     if resume and resume.manifest and resume.folder:
         saved = saved_model(resume.folder)
-        exclude = check_model(resume.folder, saved, job.spec, job.model, exclude)
+        exclude = check_model(resume.folder, saved, job.spec, job.model_config, exclude)
         exclude = check_alpha(resume.folder, job.config.lora, exclude)
     return replace(resume or Resume(), exclude=exclude)
 
@@ -59,7 +59,7 @@ def find(folder: CheckpointFolder) -> Resume:
 def _from_torchtitan(folder: CheckpointFolder, path: Path) -> Resume:
     """Open a checkpoint of TorchTitan, whose samples are taken for those of this run's batches."""
     job = folder.job
-    read = partial(TorchTitanCheckpoint, path, job.spec, job.model)
+    read = partial(TorchTitanCheckpoint, path, job.spec, job.model_config)
     foreign = run_on_all_ranks(folder.group, "checkpoint.initial_load_path", read, UserError)
     if job.config.checkpoint.initial_load_model_only:
         return Resume(path, foreign=foreign)

@@ -24,7 +24,8 @@ class Stager(AsyncStager):
     ) -> None:
         self.seconds = 0.0
         """Of the last copy; from a GPU, of its start."""
-        self._gpu, self._at_once = gpu, changed_by_forward
+        self._gpu = gpu
+        self._at_once = changed_by_forward
         self._copies: dict[str, torch.Tensor] = {}
         self._stream: Any = torch.cuda.Stream() if gpu else None
         self._copied: Any = None
@@ -36,7 +37,8 @@ class Stager(AsyncStager):
         self._allocate({name: t for name, t in tensors.items() if name not in self._copies})
         later = []
         for name, tensor in tensors.items():
-            copy, part = local_part(self._copies[name]), local_part(tensor).detach()
+            copy = local_part(self._copies[name])
+            part = local_part(tensor).detach()
             if self._gpu and name not in self._at_once:
                 later.append((copy, part, tensor))
             else:

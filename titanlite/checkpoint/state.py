@@ -84,8 +84,9 @@ class TrainingState:
     def chosen(self, weights_only: bool, whole: bool) -> Tensors:
         """Return the tensors of a checkpoint, which is without frozen parameters unless `whole`."""
         tensors = self.weights() if weights_only else self.tensors()
-        for name in () if whole else self.frozen():
-            del tensors[name]
+        if not whole:
+            for name in self.frozen():
+                del tensors[name]
         return tensors
 
     def numbers(self) -> Numbers:

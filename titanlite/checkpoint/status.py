@@ -102,7 +102,8 @@ def name_of(config: JobConfig, step: int | None = None) -> str:
 
 def finished_message(config: JobConfig) -> str:
     """Return the line of a target step that an earlier run reached; an empty string if none did."""
-    settings, steps = config.checkpoint, config.training.steps
+    settings = config.checkpoint
+    steps = config.training.steps
     if not settings.enable or settings.load_step != -1:
         return ""
     step = newest(config)

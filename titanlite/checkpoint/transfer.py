@@ -5,8 +5,6 @@ A step is there exactly when its manifest is. No torch.
 
 import fcntl
 import hashlib
-import logging
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,9 +29,6 @@ from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import store
 from titanlite.runtime.bucket import BucketError, is_remote
 
-ASIDE = f"{MANIFEST}.aside"
-"""The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
-object brings it back."""
 _IN_USE = ".in-use"
 
 
@@ -81,7 +76,8 @@ def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Pa
     if not is_remote(step):
         yield step
         return
-    source, folder = step / manifest.attempt, _cache_of(step, manifest)
+    source = step / manifest.attempt
+    folder = _cache_of(step, manifest)
     store.make_folder(folder)
     with _locked(folder / _IN_USE, fcntl.LOCK_SH):
         for name in names:
@@ -125,14 +121,6 @@ def _copy_file(path: Path, target: Path, file: File) -> None:
         raise CorruptCheckpoint(f"{path}: damaged, it differs from the manifest")
 
 
-def begin(source: Path, target: Path) -> bool:
-    """Make room for a step in a bucket; return whether it is there already."""
-    if is_copy(source, target):
-        return True
-    remove(target)
-    return False
-
-
 def is_copy(source: Path, target: Path) -> bool:
     """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
     return is_complete(target) and store.read(target / MANIFEST) == flat_manifest(source)
@@ -158,43 +146,3 @@ def remove(folder: Path) -> None:
     """Remove a step from a bucket, its manifest first."""
     (folder / MANIFEST).unlink(missing_ok=True)
     store.delete(folder)
-
-
-def set_aside(root: Path, steps: Iterable[int], log: logging.Logger) -> None:
-    """Take their manifests from steps in a bucket."""
-    for step in steps:
-        manifest = step_folder(root, step) / MANIFEST
-        if store.exists(manifest):
-            store.copy(manifest, manifest.parent / ASIDE)
-            manifest.unlink()
-    log.info(f"{root}: later checkpoints ({', '.join(map(str, steps))}) are now set aside")
-
-
-def remove_leftovers(root: Path) -> list[str]:
-    """Remove from a bucket what killed saves left; return the names.
-
-    After the newest step it may be of a run in progress, which stays. Manifests are asked for by
-    name: a list may be empty by mistake.
-    """
-    all_steps = steps(root)
-    whole = {step for step in all_steps if store.exists(step_folder(root, step) / MANIFEST)}
-    names = []
-    for step in (step for step in all_steps if step <= max(whole, default=-1)):
-        folder = step_folder(root, step)
-        dead = {folder.name: folder}
-        if step in whole:
-            try:
-                kept = read_manifest(folder, outline=True).attempt
-            except CorruptCheckpoint:
-                continue
-            dead = {
-                f"{folder.name}/{name}": path
-                for name, path in store.list_folder(folder).items()
-                if re.fullmatch("[0-9a-f]{8}", name) and name != kept
-            }
-        elif store.exists(folder / ASIDE):
-            continue
-        for path in dead.values():
-            store.delete(path)
-        names += dead
-    return names

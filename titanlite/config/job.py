@@ -26,7 +26,7 @@ class Job:
     layout: Layout
     batch: Batch
     spec: ModelSpec
-    model: Any
+    model_config: Any
     """The model's flavor with its overrides."""
     shape: ModelDims
     stages: Stages
@@ -37,7 +37,7 @@ class Job:
         bare = pipeline.bare_stages(self.stages, self.spec.blocks)
         warmup = run.long_warmup(self.config)
         lines = self.no_effect, warmup, bare
-        return [*filter(None, (*lines, self.spec.remark(self.model)))]
+        return [*filter(None, (*lines, self.spec.remark(self.model_config)))]
 
     @property
     def no_effect(self) -> str:

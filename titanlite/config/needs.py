@@ -19,15 +19,6 @@ def is_streamed(dataset: str) -> bool:
     return dataset in STREAMS or "/" in dataset
 
 
-def streamed(config: JobConfig) -> list[tuple[str, str]]:
-    """Return the sections that read a streamed data set, with its name."""
-    training, validation = config.training, config.validation
-    datasets = {} if training.mixture else {"training": training.dataset}
-    if validation.enable:
-        datasets["validation"] = validation.dataset
-    return [(section, name) for section, name in datasets.items() if is_streamed(name)]
-
-
 def _off(key: str) -> Condition:
     return Condition(f"with {key}", lambda config: not value_of(config, key))
 
@@ -84,7 +75,6 @@ def _gathers_again(config: JobConfig) -> bool:
 
 DECAY = Condition("without steps of decay", _decays)
 NO_MIXTURE = _off("training.mixture")
-STREAM = Condition("without a streamed data set", lambda config: bool(streamed(config)))
 TOKENS = Condition("without token shards", _reads_tokens)
 SELECTIVE = _set_to("activation_checkpoint.mode", "selective")
 BUDGET = _set_to("activation_checkpoint.mode", "memory_budget")

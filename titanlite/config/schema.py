@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.checkpoint_schema import Checkpoint
-from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE, STREAM, TOKENS
+from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE, TOKENS
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
 from titanlite.config.section import (
     BatchSize,
@@ -101,9 +101,6 @@ class Dataloader(Section):
         int, Field(ge=1, le=1024), Needs("training.dataloader.num_workers")
     ] = 2
     """Batches that each worker process reads ahead."""
-    stall_timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000), Needs(STREAM)] = 10.0
-    """Time without data after which a streamed data set is reopened, up to five times, and named in
-    the log."""
     token_dtype: Annotated[
         Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Needs(TOKENS)
     ] = ""

@@ -7,7 +7,6 @@ before it. Where later turns change an earlier one, every turn is a sample.
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
@@ -23,8 +22,6 @@ from titanlite.data.fingerprint import fingerprint
 from titanlite.data.tokenizer import JsonTokenizer
 from titanlite.errors import UserError, first_line
 
-ROLES = {"assistant", "developer", "system", "tool", "user"}
-"""Those that a template may take without naming them."""
 READ_ONLY = 1 << 31
 """Added to the id of a token that is read and not predicted."""
 BEGIN, END = "\udc00", "\udc01"
@@ -55,58 +52,22 @@ class ChatTokenizer(JsonTokenizer):
             why = "chats need a tokenizer with a chat template: a folder in model.hf_assets_path"
             raise UserError(why)
         super().__init__(Path(assets))
-        self._eos = self._backend.id_to_token(self.end)
         self.end = -1  # a chat ends without a token of its own
         self.vocab_size += READ_ONLY
         self._backend.post_processor = None  # the template writes all special tokens
         source = _find_template(Path(assets), self.settings)
-        self._source = source
         self._template = _compile(source)
-        self._has_date = "strftime_now" in source
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in self.settings.items()
             if name.endswith("_token")
         }
         self.fingerprint = fingerprint(f"{self.fingerprint} {self._special} {source}")
-        # Templates of models that see images may take no string, or lose it without a word.
-        self._in_parts = not self._keeps_text() and self._keeps_text(in_parts=True)
-
-    def describe(self) -> str:
-        """Say how trained text is found, and what the template lacks; a short chat shows it."""
-        contents = ("number one", "number two", "number three", "number four")
-        pairs = zip(("user", "assistant") * 2, contents, strict=True)
-        chat = [{"role": role, "content": content} for role, content in pairs]
-        *earlier, last = self.texts(chat)
-        if earlier:
-            how = "a sample a turn, since later turns change earlier ones"
-        elif BEGIN in self._render(chat):
-            how = "by the template's marks"
-        else:
-            how = "as what a turn adds (a sample a turn where a later one changes it)"
-        tail = last.rpartition(contents[-1])[2].partition(END)[0]
-        special = [token.content for token in self._backend.get_added_tokens_decoder().values()]
-        ends = [token for token in special if token in tail]
-        if not ends:
-            how += "; the template ends no turn, so the model will not learn to stop"
-        elif self._eos not in ends:
-            how += f"; generation stops at {self._eos}, but a turn ends with {ends[0]}: name that "
-            how += "as eos_token in tokenizer_config.json"
-        prompt, (text, _) = self.prompt(chat[:-1]), _spans(last)
-        if lost := prompt[len(commonprefix([prompt, text])) :]:
-            how += f"; its prompt for an answer ends in {lost!r}, which no sample has"
-        if self._has_date:
-            how += f"; its date is always {TODAY.date()}, not today's"
-        return f"trained on what the assistant says, found {how}"
 
     def texts(self, value: Any) -> list[str]:
         """Return the samples of a chat."""
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         messages = _messages(value)
-        for role in {str(message.get("role")) for message in messages} - ROLES:
-            if role not in self._source:
-                known = ", ".join(sorted(ROLES))
-                raise UserError(f'the role "{role}" is not in the chat template; known are {known}')
         turns = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
         trained = {n for n in turns if _is_trained(messages[n])}
         if not trained:
@@ -140,22 +101,11 @@ class ChatTokenizer(JsonTokenizer):
             yield ids
 
     def _render(self, messages: list[Any], prompts: bool = False) -> str:
-        if self._in_parts:
-            messages = [
-                {**each, "content": [{"type": "text", "text": each.get("content") or ""}]}
-                for each in messages
-            ]
         given = {"messages": messages, "add_generation_prompt": prompts, **self._special}
         try:
             return self._template.render(tools=None, documents=None, **given)
         except Exception as error:  # a template raises any
             raise UserError(f"the chat template fails: {first_line(error)}") from None
-
-    def _keeps_text(self, in_parts: bool = False) -> bool:
-        self._in_parts = in_parts
-        with suppress(UserError):
-            return "ping" in self._render([{"role": "user", "content": "ping"}])
-        return False
 
     def _samples(self, messages: list[Any], turns: list[int], trained: set[int]) -> list[str]:
         whole = self._render(messages)

@@ -39,17 +39,10 @@ def identify(
     sources: Sequence[Source], weights: Sequence[float], seq_len: int, packing: str
 ) -> str:
     """Return what identifies the windows of sources."""
-    identity: list[str] = []
-    contents = ""
+    identity = [str(seq_len), packing, str(PART_TOKENS)]
     for source, weight in zip(sources, weights, strict=True):
-        name, _, content = source.fingerprint.partition("+")
-        identity.append(f"{name} {weight}")
-        if packing == "first-fit" and source.tokens > PART_TOKENS:
-            identity.append(f"parts of {PART_TOKENS}")  # versions before had one part
-        if content:  # apart, since older checkpoints do not have it
-            contents += f"+{content}"
-    identity += [str(seq_len), packing]
-    return fingerprint(" ".join(identity)) + contents
+        identity.append(f"{source.fingerprint} {weight}")
+    return fingerprint(" ".join(identity))
 
 
 def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:

@@ -23,15 +23,15 @@ PART_TOKENS = 1 << 30
 """Tokens of a source that are packed by themselves; a document that goes on is cut there."""
 
 
-def open_plan(source: Source, seq_len: int) -> "Plan":
+def open_plan(source: Source, seq_len: int) -> "PackingPlan":
     """Map the plan of a source's documents; make it first if there is none."""
     identity = f"{source.fingerprint} {source.state} {source.end} {seq_len} {OPEN_WINDOWS}"
     name = f"packed-{fingerprint(f'{identity} {PART_TOKENS}')}.plan"
     with phase("packing"):
-        return cached_file(source.folder, name, Plan, partial(_write_plan, source, seq_len))
+        return cached_file(source.folder, name, PackingPlan, partial(_write_plan, source, seq_len))
 
 
-class Plan:
+class PackingPlan:
     """The pieces of documents in each window, in a file of uint32 that is mapped, not read.
 
     Each part of the source has the piece where each window stops, then the pieces' starts in the
@@ -66,7 +66,7 @@ class Plan:
 
 
 def _write_plan(source: Source, seq_len: int, file: BinaryIO) -> None:
-    """Plan the parts of a source, on all cores, and write them as a `Plan` reads them."""
+    """Plan the parts of a source, on all cores, and write them as a `PackingPlan` reads them."""
     begins = range(0, source.tokens, PART_TOKENS)
     parts = [(begin, min(begin + PART_TOKENS, source.tokens)) for begin in begins]
     plan = partial(_plan, source, seq_len)

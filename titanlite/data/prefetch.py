@@ -16,8 +16,7 @@ class Prefetcher(Generic[T]):
     repeats it.
     """
 
-    def __init__(self, items: Iterable[T], depth: int, timeout: float | None = None) -> None:
-        self._timeout = timeout
+    def __init__(self, items: Iterable[T], depth: int) -> None:
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         # Only the thread refers to the items: with a second reference from here, a loader among
@@ -47,11 +46,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """Return the next item; raise TimeoutError if none arrives within `timeout` seconds."""
-        try:
-            item = self._ready.get(timeout=self._timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no data for {self._timeout:g} seconds") from None
+        item = self._ready.get()
         if isinstance(item, tuple):
             return item[0]
         self._ready.put(item)
@@ -59,11 +54,7 @@ class Prefetcher(Generic[T]):
             raise StopIteration
         raise item
 
-    def stop(self) -> None:
-        """Stop reading without waiting for a read in progress."""
-        self._stopped.set()
-
     def close(self) -> None:
         """Stop reading and wait for the thread; may be called more than once."""
-        self.stop()
+        self._stopped.set()
         self._thread.join()

@@ -117,11 +117,7 @@ def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None
     manifest = read_manifest(folder)
     if manifest is None or tokenizer is None:
         return
-    fingerprint = manifest.get("tokenizer_fingerprint")
-    if fingerprint is None:  # an older version wrote none
-        fingerprint = load_tokenizer(
-            str(folder) if (folder / "tokenizer.json").is_file() else ""
-        ).fingerprint
+    fingerprint = manifest["tokenizer_fingerprint"]
     if (fingerprint, manifest["end"]) != (tokenizer.fingerprint, tokenizer.end):
         raise UserError(
             f'{key}.dataset_path = "{folder}" was prepared with the tokenizer '

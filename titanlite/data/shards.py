@@ -184,9 +184,7 @@ class ShardSource:
                 f'is {key}.dataset = "text", or becomes tokens by titanlite data prepare'
             )
         if self.manifest:
-            fingerprint = self.manifest["fingerprint"]
-            if "content" in self.manifest:  # older versions have none
-                fingerprint += f"+{self.manifest['content']}"
+            fingerprint = f"{self.manifest['fingerprint']}+{self.manifest['content']}"
         elif not fingerprint:
             listing = "\n".join(
                 f"{os.path.relpath(shard.path, self.folder)}:{shard.tokens}"

@@ -109,12 +109,10 @@ def _open(
     masked = training.document_mask
     key, first = parts[0]
     if is_streamed(first.dataset):
-        name, shards = open_stream(key, first.dataset, first.dataset_path)
+        text_key = training.text_key
+        name, shards = open_stream(key, first.dataset, first.dataset_path, text_key)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{first.dataset}"')
-        limit = training.dataloader.stall_timeout_seconds
-        return Stream(
-            name, shards, tokenizer, seq_len, seed, repeat, masked, limit, training.text_key
-        )
+        return Stream(name, shards, tokenizer, seq_len, seed, masked, text_key)
     more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader.token_dtype
     sources = []
     for key, part in parts:

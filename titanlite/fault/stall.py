@@ -31,7 +31,7 @@ _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
 _WAITS = re.compile(
     r"torch/(distributed/|cuda/streams\.py)"
-    r"|.*titanlite/(train/(late_copy|report)|parallel/expert_parallel)\.py"
+    r"|.*titanlite/(train/(guard|report)|parallel/expert_parallel)\.py"
 )
 """Files of torch and titanlite that wait for other ranks or for the GPU. (A copy to the host has no
 file of its own.)

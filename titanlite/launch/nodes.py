@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titanlite.errors import UserError
+from titanlite.errors import UserError, counted
 from titanlite.launch.terminal import say
 from titanlite.runtime.cluster import (
     DEFAULT_PORT,
@@ -114,9 +114,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
     tasks = read_number(environ, "SLURM_STEP_NUM_TASKS", count)
     if tasks > count:
         remedy = "use --ntasks-per-node=1, or run `python -m titanlite.train` for one task per GPU"
-        raise UserError(
-            f"srun started {tasks} launchers on {count} node{'s' * (count > 1)}: {remedy}"
-        )
+        raise UserError(f"srun started {tasks} launchers on {counted(count, 'node')}: {remedy}")
     return Nodes(count, read_number(environ, "SLURM_NODEID", 0), *slurm_master(environ), "SLURM_*")
 
 

@@ -160,7 +160,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
 
     name, path = dataset.dataset, dataset.dataset_path
     if is_streamed(name):
-        open_stream(key, name, path)
+        open_stream(key, name, path, job.config.training.text_key)
         return ""
     training, tokenizer = job.config.training, prepared.tokenizer
     place = key, name, path
@@ -260,11 +260,11 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
     """
     import torch
 
-    from titanlite.parallel.pipeline_parallel import split
+    from titanlite.parallel.pipeline_parallel import cut
 
     if job.layout.pp == 1:
         return [[model]]
-    parts = split(model, job.spec, job.stages.names)
+    parts = cut(model, job.spec, job.stages.names)
     hidden = positions = torch.zeros(1, 8 * job.layout.tp, dtype=torch.int64, device="meta")
     for stage, part in enumerate(parts):
         try:

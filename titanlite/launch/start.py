@@ -55,9 +55,9 @@ def _open_foreign(job: Job, path: Path) -> None:
 
     settings = job.config.checkpoint
     if settings.initial_load_in_hf:
-        HuggingFaceFolder(path, job.spec, job.model, settings.exclude_from_loading)
+        HuggingFaceFolder(path, job.spec, job.model_config, settings.exclude_from_loading)
     else:
-        found = TorchTitanCheckpoint(path, job.spec, job.model)
+        found = TorchTitanCheckpoint(path, job.spec, job.model_config)
         _ = settings.initial_load_model_only or found.progress
 
 

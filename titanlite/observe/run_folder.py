@@ -82,7 +82,7 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
         "world_size": job.layout.world,
         "mesh": dict(zip(DIMENSIONS, job.layout.degrees, strict=True)),
         "stages": [" ".join(names) for names in job.stages.names],
-        "model": asdict(job.model),
+        "model": asdict(job.model_config),
         "seed": seed,
     }
 

@@ -99,12 +99,15 @@ def build_optimizer(
     `stage` is the group of the ranks that share the parameters, None for all.
     """
     spec = _spec(config)
-    group = [stage] * spec.communicates
-    optimizer = resolve_name(spec.build)(trained, config, *group)
+    arguments: list[Any] = [trained, config]
+    if spec.communicates:
+        arguments.append(stage)
+    optimizer = resolve_name(spec.build)(*arguments)
     if config.optimizer.state_dtype == "bfloat16":
         # The state of offloaded parameters is on the CPU, whose kernels need another compiler.
         is_compiled = config.compile.enable and not config.training.enable_cpu_offload
-        return BF16State(optimizer, seed, config.compile.backend if is_compiled else "")
+        backend = config.compile.backend if is_compiled else ""
+        return BF16State(optimizer, seed, backend)
     return OnDisk(optimizer, config) if config.training.offload_folder else optimizer
 
 

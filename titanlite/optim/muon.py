@@ -90,7 +90,8 @@ class Spread:
 
     def box(self, coordinate: tuple[int, ...]) -> Box:
         """Return the region of a shard."""
-        size, start = self.weight.shape, (0,) * self.weight.dim()
+        size = self.weight.shape
+        start = (0,) * self.weight.dim()
         if isinstance(self.weight, DTensor):
             size, start = torch_private.shard_at(self.weight, coordinate)
         box = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
@@ -114,7 +115,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPart:
     """The part of this rank in a batch of matrices, which are numbered."""
 
     held: tuple[int, ...]
@@ -149,7 +150,7 @@ class Muon(torch.optim.AdamW):
         everyone = gather_objects(own, group)
         self._coordinates = dict(zip(meshes, zip(*everyone, strict=True), strict=True))
         """Those of all ranks of the group, for each mesh of a weight."""
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], RankPart] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not AdamW's own, which expects a `step` in every parameter's state.
@@ -246,7 +247,8 @@ def _spreads(
         holders.setdefault(shard, []).append(holder)
         if holder == rank:
             own = shard
-    for number in range(len(weight) if weight.dim() == 3 else 1):
+    matrices = len(weight) if weight.dim() == 3 else 1
+    for number in range(matrices):
         yield Spread(weight, number, holders, own)
 
 
@@ -263,7 +265,7 @@ def _transfer(
     return zip(route.recv, received.split(sizes), strict=True)
 
 
-def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> Plan:
+def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> RankPart:
     """Return the part of `rank` in a batch of matrices.
 
     All ranks agree on the owners. An owner looks at all shards of its matrices, and a rank only at
@@ -286,7 +288,7 @@ def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> Plan:
             if coordinate == spread.own:
                 held.append(number)
     owned = {n: spreads[n].weight.shape[-2:] for n, owner in enumerate(owners) if owner == rank}
-    return Plan(tuple(held), owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
+    return RankPart(tuple(held), owned, Route(gather, rank, ranks), Route(scatter, rank, ranks))
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

@@ -50,11 +50,14 @@ class OnDisk(torch.optim.Optimizer):
     @torch.no_grad()
     def __init__(self, inner: torch.optim.Optimizer, config: JobConfig) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self._inner, self._folder, self._lock = inner, config.training.offload_folder, Lock()
+        self._inner = inner
+        self._folder = config.training.offload_folder
+        self._lock = Lock()
         fresh = self._update(self.param_groups[0], torch.zeros(1), torch.zeros(1), {})
         self._keys = [key for key, value in fresh.items() if value.dim()]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        dtype, number = getattr(torch, config.training.dtype), len(self._keys)
+        dtype = getattr(torch, config.training.dtype)
+        number = len(self._keys)
         size = (sum(map(_whole, parameters)) + _PAGE) * number
         self._file = reserve(self._folder, size * dtype.itemsize)
         mapped = mmap.mmap(self._file.fileno(), size * dtype.itemsize)
@@ -141,7 +144,8 @@ def reserve(folder: str, size: int) -> Any:
             kind = subprocess.check_output(["stat", "-fc%T", folder], text=True).strip()
             if kind in ("tmpfs", "ramfs"):
                 raise OSError(0, f"{kind} is memory, name a folder on a disk")
-            if (free := shutil.disk_usage(folder).free) < size:
+            free = shutil.disk_usage(folder).free
+            if free < size:
                 raise OSError(0, f"{format_bytes(free)} are free")
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError:

@@ -11,7 +11,7 @@ from titanlite.parallel.expert_parallel import routers
 from titanlite.runtime.distributed import gather_objects
 
 
-class Balance:
+class ExpertLoad:
     """The routers of this rank's parts."""
 
     def __init__(self, parts: Sequence[nn.Module], context: Context) -> None:
@@ -51,7 +51,8 @@ class Balance:
         if self.routers:
             own = self._load_of_stage()
         pp = self.context.mesh.pp
-        stages = gather_objects(own, pp.get_group() if pp else None)
+        pipeline_ranks = pp.get_group() if pp else None
+        stages = gather_objects(own, pipeline_ranks)
         worsts, idle, losses = zip(*stages, strict=True)
         return {
             "expert_load_max": max(worsts),

@@ -45,7 +45,7 @@ def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
 
     It is in training.dtype, and model.freeze is applied.
     """
-    model, table = build_meta_model(job.spec, job.model, job.positions)
+    model, table = build_meta_model(job.spec, job.model_config, job.positions)
     dtype = getattr(torch, job.config.training.dtype)
     for parameter in model.parameters():  # buffers keep their own types
         parameter.data = parameter.data.to(dtype)

@@ -71,7 +71,7 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     return []
 
 
-def on_host(sizes: Tensor, rows: int) -> list[list[int]]:
+def exchange_sizes_on_host(sizes: Tensor, rows: int) -> list[list[int]]:
     """Return how many of `rows` go to each rank, and how many come from it.
 
     The only wait for the device: collectives take their sizes from the host.
@@ -138,7 +138,7 @@ def _dispatch(
     ranks = group.size()
     received = send_rows(counts, group)
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
-    send, receive = on_host(sizes, len(tokens))
+    send, receive = exchange_sizes_on_host(sizes, len(tokens))
     arrived = AllToAll.apply(tokens, group, send, receive)
     received = received.unflatten(0, (ranks, -1))
     order, position, own_counts = places(received, sum(receive))

@@ -273,7 +273,10 @@ def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[
         details += ", scales precomputed"
     converted = sum(not layer.skip_reason for layer in layers)
     title = f"Applied float8 to {converted} of {len(layers)} linear layers ({details})"
-    cells = [(*row, f"x {count}" if count > 1 else "") for row, count in rows.items()]
+    cells = []
+    for row, count in rows.items():
+        times = f"x {count}" if count > 1 else ""
+        cells.append((*row, times))
     return [title, *format_table(cells, indent=2).splitlines()]
 
 

@@ -116,7 +116,7 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
     if not job.layout.experts_on_own_mesh:
         return {}
     spec = job.spec
-    paths = expert_paths(spec.rules(job.model), spec.blocks)
+    paths = expert_paths(spec.rules(job.model_config), spec.blocks)
     experts = {}
     for number in range(job.shape.dense_layers, job.shape.layers):
         block = f"{spec.blocks}.{number}"

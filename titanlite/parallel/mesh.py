@@ -1,14 +1,17 @@
 """The device mesh of a Layout, and its sub-meshes by purpose."""
 
+import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
-from titanlite.parallel.groups import Views, part
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,80 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     # data for each (pp, tp), loss for each tp, stage for each pp.
     ranks = torch.arange(layout.world, device="cpu").view(layout.degrees)
     stage = views.group("stage", ranks.flatten(1))
-    shard = "dp_shard"
-    world = views.mesh(DIMENSIONS, layout.degrees, shard if layout.cp == 1 else "")
-    sharding = world
-    if layout.cp > 1:  # a second view of the same ranks: dp_shard x cp is one dimension
+    if layout.cp == 1:
+        shard = "dp_shard"
+        world = views.mesh(DIMENSIONS, layout.degrees, shard)
+        sharding = world
+    else:  # a second view of the same ranks: dp_shard x cp is one dimension
         shard = "dp_shard_cp"
+        world = views.mesh(DIMENSIONS, layout.degrees, "")
         degrees = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
         sharding = views.mesh(("pp", "dp_replicate", shard, "tp"), degrees, shard)
-    fsdp = part(sharding, "dp_replicate", shard)
+    fsdp = submesh(sharding, "dp_replicate", shard)
     assert fsdp
     data = views.group("data", ranks.movedim(-1, 1).flatten(2).flatten(0, 1))
     loss = data
     if layout.pp > 1:
         loss = views.group("loss", ranks.movedim(-1, 0).flatten(1))
-    whole = Mesh(world, fsdp, part(world, "pp"), part(sharding, "tp"), data, loss, stage)
+    whole = Mesh(world, fsdp, submesh(world, "pp"), submesh(sharding, "tp"), data, loss, stage)
     if not layout.experts_on_own_mesh:
         return whole
     # A third view of the same ranks: those of ep follow each other.
     root = views.mesh(EXPERT_DIMENSIONS, layout.expert_degrees, "efsdp")
-    experts = part(root, "dp_replicate", "efsdp")
-    return replace(whole, experts=experts, ep=part(root, "ep"))
+    experts = submesh(root, "dp_replicate", "efsdp")
+    return replace(whole, experts=experts, ep=submesh(root, "ep"))
+
+
+class Views:
+    """Views of all ranks; those that need the same groups share them, on NCCL communicators."""
+
+    def __init__(self, world: int, device_type: str) -> None:
+        self._world = world
+        self._device_type = device_type
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def mesh(self, dimensions: Sequence[str], degrees: Sequence[int], sharding: str) -> DeviceMesh:
+        """Return a mesh with the dimensions of more than one rank, and the one that shards.
+
+        FSDP2 needs its dimension also where it has one rank.
+        """
+        by_name = dict(zip(dimensions, degrees, strict=True))
+        names = [name for name, degree in by_name.items() if degree > 1 or name == sharding]
+        ranks = torch.arange(self._world, device="cpu").view([by_name[name] for name in names])
+        groups = []
+        for place, name in enumerate(names):
+            groups.append(self.group(name, ranks.movedim(place, -1).reshape(-1, by_name[name])))
+        return DeviceMesh.from_group(groups, self._device_type, ranks, mesh_dim_names=(*names,))
+
+    def group(self, name: str, rows: Tensor) -> dist.ProcessGroup:
+        """Return the group of this rank's row."""
+        if len(rows) == 1:
+            assert dist.group.WORLD
+            return dist.group.WORLD
+        key = str(sorted(rows.tolist()))
+        if key not in self._groups:
+            self._groups[key] = new_groups(name, rows, gpu_only=name == "loss")
+        return self._groups[key]
+
+
+def submesh(mesh: DeviceMesh, *dimensions: str) -> DeviceMesh | None:
+    """Return a mesh of those of these dimensions that a mesh has; None without any."""
+    names = tuple(name for name in dimensions if name in (mesh.mesh_dim_names or ()))
+    return mesh[names] if names else None
+
+
+def new_groups(name: str, rows: Tensor, gpu_only: bool = False) -> dist.ProcessGroup:
+    """Split all ranks, which call this together, into a new group a row; return this rank's.
+
+    With `gpu_only` no tensor on a CPU uses the groups: on NCCL they get no gloo.
+    """
+    lists_of_ranks = rows.tolist()
+    assert dist.group.WORLD
+    if not dist.group.WORLD.bound_device_id:
+        group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)
+    else:  # by enumeration, each row would be a split of all ranks
+        options: dict[str, Any] = {}
+        if gpu_only and "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.14
+            options["backend"] = "cuda:nccl"
+        group = dist.split_group(split_ranks=lists_of_ranks, group_desc=name, **options)
+    return cast(dist.ProcessGroup, group)

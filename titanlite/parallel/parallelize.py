@@ -53,21 +53,21 @@ def parallelize(model: nn.Module, context: Context) -> tuple[list[nn.Module], li
     notes: list[str] = []
     for technique in WHOLE:
         notes += technique(model, context)
-    parts = split(model, context)
+    parts = own_parts(model, context)
     for part in parts:
         for technique in ORDER:
             notes += technique(part, context)
     return parts, list(dict.fromkeys(notes))
 
 
-def split(model: nn.Module, context: Context) -> list[nn.Module]:
+def own_parts(model: nn.Module, context: Context) -> list[nn.Module]:
     """Return the parts of the whole model that this rank trains."""
     stages = context.job.stages
     if len(stages.names) == 1:
         return [model]
     assert context.mesh.pp
     own = stages.ranks[context.mesh.pp.get_local_rank()]
-    return pipeline_parallel.split(model, context.job.spec, [stages.names[stage] for stage in own])
+    return pipeline_parallel.cut(model, context.job.spec, [stages.names[stage] for stage in own])
 
 
 def build_parts(

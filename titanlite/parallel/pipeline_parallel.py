@@ -48,7 +48,7 @@ In training also from `runs_again`, as train/loss.py says.
 """
 
 
-def split(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
+def cut(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
     """Return a copy of the model on the meta device for each stage, with the modules of the stage.
 
     Modules without parameters, such as rotary tables, are in every stage.
@@ -134,7 +134,7 @@ class Pipeline:
 
         `reseed` gets the step, a micro-batch's number and a stage.
         """
-        from titanlite.parallel.stage import Stage, build_lanes
+        from titanlite.parallel.stage import Stage
 
         self.context = context
         self.job = context.job
@@ -153,12 +153,7 @@ class Pipeline:
         self.rank_of = stages.rank_of
         ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
         self.source = int(context.mesh.world.mesh[ranks[-1]].min())
-        # Before 2.14 ranks that were in fewer splits gave a group another name (pytorch#189073).
-        is_old = TorchVersion(torch.__version__) < "2.14"
-        if stages.schedule in SINGLE or (is_old and context.mesh.world.device_type == "cuda"):
-            ranks = []  # lanes gain single schedules nothing, and these batch sends with receives
-        columns = context.mesh.world.mesh.flatten(1)  # its outermost dimension is pp
-        self.lanes = build_lanes(columns, ranks)
+        self.lanes = self._build_lanes(ranks)
         own = stages.ranks[self.group.rank()]
         self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
         self.has_loss = any(stage.is_last for stage in self.stages)
@@ -174,6 +169,18 @@ class Pipeline:
         self.actions: list[str] = []
         """This rank's actions in the last step."""
         self.micro_batches: list[StageInput] = []
+
+    def _build_lanes(self, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """Return the group of each edge between stages; `ranks` has the rank of each stage."""
+        from titanlite.parallel.stage import build_lanes
+
+        world = self.context.mesh.world
+        # Before 2.14 ranks that were in fewer splits gave a group another name (pytorch#189073).
+        is_old = TorchVersion(torch.__version__) < "2.14"
+        if self.job.stages.schedule in SINGLE or (is_old and world.device_type == "cuda"):
+            ranks = []  # lanes gain single schedules nothing, and these batch sends with receives
+        columns = world.mesh.flatten(1)  # its outermost dimension is pp
+        return build_lanes(columns, ranks)
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
         """Yield each trained parameter of this rank that another stage has too.
@@ -272,7 +279,7 @@ class Pipeline:
 
 def _width(job: Job) -> int:
     """Return the size of a hidden state, found by running the embeddings on the meta device."""
-    whole, _ = build_meta_model(job.spec, job.model)
-    (embeddings,) = split(whole, job.spec, [job.spec.before])
+    whole, _ = build_meta_model(job.spec, job.model_config)
+    (embeddings,) = cut(whole, job.spec, [job.spec.before])
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     return embeddings(token, token).size(-1)

@@ -56,7 +56,8 @@ def check_replicas(
     is_wrong = torch.tensor(len(wrong), device=context.device)
     dist.all_reduce(is_wrong, dist.ReduceOp.MAX)
     if is_wrong.item():
-        raise RunFailed(_describe(own[min(wrong)] if wrong else None, when, own))
+        first = own[min(wrong)] if wrong else None
+        raise RunFailed(_describe(first, when, own))
 
 
 def _is_split_by_all(tensor: torch.Tensor, stage: dist.ProcessGroup) -> bool:

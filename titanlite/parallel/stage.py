@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from titanlite.parallel.groups import split
+from titanlite.parallel.mesh import new_groups
 from titanlite.runtime import torch_private
 from titanlite.runtime.page import phase
 
@@ -37,7 +37,7 @@ def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist
                 apart.append(edge)
         edges -= {*apart}
         pairs = columns[torch.tensor(apart)].transpose(1, 2).flatten(0, 1)
-        group = split(f"pipeline edges {apart}", pairs, gpu_only=True)
+        group = new_groups(f"pipeline edges {apart}", pairs, gpu_only=True)
         lanes |= dict.fromkeys(apart, group)
     return lanes
 

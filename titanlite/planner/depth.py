@@ -78,7 +78,8 @@ def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
     if job.layout.pp > 1:
         layers = min(len(blocks_of(job, stage)) for stage in own)
     steps = (layers - 2 * _edge(job) - period) // period
-    if steps < 2 or getattr(job.model, "n_layers", 0) != job.shape.layers or not _is_affine(job):
+    in_config = getattr(job.model_config, "n_layers", 0)
+    if steps < 2 or in_config != job.shape.layers or not _is_affine(job):
         return [job], 0
     return [_shallower(job, own, each * period) for each in (steps, steps - 1)], steps
 
@@ -86,8 +87,8 @@ def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
 def _shallower(job: Job, own: Sequence[int], less: int) -> Job:
     """Return a job with so many blocks less, in each stage of a pipeline rank."""
     if job.layout.pp == 1:
-        flavor = replace(job.model, n_layers=job.shape.layers - less)
-        return replace(job, model=flavor, shape=job.spec.shape(flavor))
+        flavor = replace(job.model_config, n_layers=job.shape.layers - less)
+        return replace(job, model_config=flavor, shape=job.spec.shape(flavor))
     names = [*job.stages.names]
     for stage in own:
         left_out = blocks_of(job, stage)[-less:]

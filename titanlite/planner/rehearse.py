@@ -1,7 +1,7 @@
 """Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors
 without memory.
 
-Exact, as `titanlite plan --selftest` compares with real processes: the bytes alive and the
+Exact, as tests/planner/test_exact.py compares with real processes: the bytes alive and the
 collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
 AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
 
@@ -128,12 +128,11 @@ def _rehearsing(
         fake_tensor_mode(),
         waiting_as_on_a_device(),
         without_values(),
-        patch.object(expert_parallel, "on_host", sizes),
-        patch.object(moe, "on_host", stand_ins.even_groups),
+        patch.object(expert_parallel, "exchange_sizes_on_host", sizes),
+        patch.object(moe, "sizes_on_host", stand_ins.even_groups),
         patch.object(torch, "compile", compile_without_code),
         patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
         patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
-        patch("titanlite.train.bad_steps.late_copy", stand_ins.late_copy),
     ):
         yield
 

@@ -196,7 +196,7 @@ def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -
     """
     if isinstance(target, BucketPath):
         last = target / name
-        if last.bucket.put_if(last.key, content) is None:
+        if not last.bucket.put_if_absent(last.key, content):
             raise FileExistsError(f"{last} was put there by another run")
         return
     sync(staging)

@@ -8,12 +8,11 @@ to where one exists. Imports are late where they are slow, so that anything may 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -161,7 +160,7 @@ class _Gloo(dist.ProcessGroupGloo):
 def give_gloo_groups_one_thread() -> None:
     """Make each gloo group from now on with one thread, since two damage the heap."""
     # torch 2.14: they assign the name of the last collective to one string without a lock, and that
-    # of DTensor's gathers lies on the heap (scripts/gloo_race.py). torch makes its groups by this
+    # of DTensor's gathers lies on the heap. torch makes its groups by this
     # name, without the options that a caller gives.
     vars(dist.distributed_c10d)["ProcessGroupGloo"] = _Gloo
 
@@ -203,10 +202,13 @@ def share_reshard_meshes() -> Iterator[None]:
         return made[key]
 
     modules: tuple[Any, ...] = _fsdp_init, _fully_shard
-    with ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(patch.object(module, "_get_post_forward_mesh_info", once))
+    for module in modules:
+        module._get_post_forward_mesh_info = once
+    try:
         yield
+    finally:
+        for module in modules:
+            module._get_post_forward_mesh_info = original
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:

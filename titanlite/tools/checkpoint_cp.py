@@ -64,7 +64,7 @@ def _copy(source: Path, root: Path) -> None:
     files = track_files(manifest.files.items())
     home = source / manifest.attempt
     if is_remote(root):
-        transfer.begin(source, target)
+        transfer.remove(target)
         transfer.copy_files(home, target, files)
         transfer.end(source, target)
     else:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manifest import (
     CONFIG,
     FOREIGN,
-    CorruptCheckpoint,
     Manifest,
     committed,
     is_foreign,
@@ -25,10 +24,10 @@ from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
 from titanlite.data.fingerprint import fingerprint
-from titanlite.errors import UserError, format_bytes, print_notice, some_of
+from titanlite.errors import UserError, format_bytes, print_notice
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
-from titanlite.registry.lora import Adapters, is_adapter
+from titanlite.registry.lora import Adapters
 from titanlite.runtime import store
 from titanlite.runtime.bucket import is_remote
 from titanlite.tools.checkpoint_torchtitan import export_dcp
@@ -37,7 +36,6 @@ from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.checkpoint.hf.names import Translation
     from titanlite.data.tokenizer import Tokenizer
 
 
@@ -58,11 +56,8 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     """Write the weights into a folder."""
     import torch
 
-    from titanlite.checkpoint.base import BaseWeights
     from titanlite.checkpoint.hf.export import export as write_export
-    from titanlite.checkpoint.hf.export import merged, plain_tensors
-    from titanlite.checkpoint.hf.names import documents as hf_documents
-    from titanlite.checkpoint.hf.peft import export_adapters
+    from titanlite.checkpoint.hf.export import plain_tensors, weights_of
     from titanlite.checkpoint.load import load_tensors
 
     def read(name: str) -> torch.Tensor:
@@ -70,12 +65,12 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
 
     config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
-    start = config.checkpoint.initial_load_path
     with progress_bar("tensors", "exporting: ") as show:
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
             documents = {CONFIG: store.read(folder / CONFIG)}
-            write_export(target, tensors, documents, _counted(read, len(tensors), show))
+            fetch = _counted(weights_of(folder, manifest), len(tensors), show)
+            write_export(target, tensors, documents, fetch)
             if manifest.base:
                 print_notice(f"the adapters alone; their base is {manifest.base.folder}")
         elif arguments.format in ("torchtitan", "dcp"):
@@ -83,23 +78,46 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
                 raise UserError(f"--dtype has no effect: {arguments.format} keeps each type")
             names = Names(*_model(folder, config, arguments.package))
             whole = arguments.format == "torchtitan"
-            fetch = _counted(read, len(manifest.tensors), show, "")
+            fetch = _counted(read, len(manifest.tensors), show)
             export_dcp(folder, manifest, target, config, names, fetch, whole)
         else:
-            spec, flavor = _model(folder, config, arguments.package)
-            translation = _translation(folder, manifest, spec, flavor)
-            if manifest.base and arguments.format != "peft":
-                base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
-                kind = getattr(torch, config.training.dtype)
-                read = base.joined(read, manifest, translation.shapes, kind)
-            fetch = _counted(read, len(translation.shapes), show)
-            if arguments.format == "peft":
-                export_adapters(target, translation, fetch, start)
-            else:
-                tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
-                documents = hf_documents(translation.config, dtype, tokenizer)
-                tensors = translation.hf_tensors(dtype)
-                write_export(target, tensors, documents, merged(fetch, translation))
+            _export_hf(folder, manifest, target, arguments, config, dtype, show)
+
+
+def _export_hf(
+    folder: Path,
+    manifest: Manifest,
+    target: Path,
+    arguments: Namespace,
+    config: JobConfig,
+    dtype: torch.dtype,
+    show: Progress,
+) -> None:
+    """Write the weights for transformers, or the adapters for peft."""
+    import torch
+
+    from titanlite.checkpoint.base import BaseWeights
+    from titanlite.checkpoint.hf.export import export as write_export
+    from titanlite.checkpoint.hf.export import merged, translation_of, weights_of
+    from titanlite.checkpoint.hf.names import documents as hf_documents
+    from titanlite.checkpoint.hf.peft import export_adapters
+
+    start = config.checkpoint.initial_load_path
+    spec, flavor = _model(folder, config, arguments.package)
+    translation = translation_of(folder, manifest, spec, flavor)
+    total = len(translation.shapes)
+    if arguments.format == "peft":
+        fetch = _counted(weights_of(folder, manifest), total, show)
+        export_adapters(target, translation, fetch, start)
+        return
+    base = None
+    if manifest.base:
+        base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
+    read = weights_of(folder, manifest, base, getattr(torch, config.training.dtype))
+    fetch = merged(_counted(read, total, show), translation)
+    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
+    documents = hf_documents(translation.config, dtype, tokenizer)
+    write_export(target, translation.hf_tensors(dtype), documents, fetch)
 
 
 def _refuse_existing(out: Path) -> None:
@@ -108,15 +126,15 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _counted(
-    read: Callable[[str], torch.Tensor], total: int, show: Progress, prefix: str = "model."
-) -> Callable[..., torch.Tensor]:
-    """Return a function that fetches a parameter, and shows how many are fetched."""
+    read: Callable[[str], torch.Tensor], total: int, show: Progress
+) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a tensor, and shows how many are read."""
     fetched = set[str]()
 
-    def fetch(name: str, owner: int = 0) -> torch.Tensor:
+    def fetch(name: str) -> torch.Tensor:
         fetched.add(name)
         show(len(fetched), total)
-        return read(f"{prefix}{name}")
+        return read(name)
 
     return fetch
 
@@ -135,33 +153,6 @@ def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, An
     # A flavor may have been edited since.
     overrides = {**config.model.overrides, **saved_model(folder)}
     return spec, spec.configure(config.model.flavor, overrides)
-
-
-def _translation(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
-    """Return the translation of a checkpoint's weights."""
-    from titanlite.checkpoint.hf.names import Translation
-    from titanlite.checkpoint.load import load_tensors
-
-    translation = Translation(spec, flavor)
-    buffers = {
-        name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
-    }
-    values = load_tensors(folder, buffers.values(), manifest)
-    translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
-    saved = {
-        name.removeprefix("model."): t.shape
-        for name, t in manifest.tensors.items()
-        if name.startswith("model.")
-    }
-    saved = {name: shape for name, shape in saved.items() if name not in buffers}
-    expected = translation.shapes
-    if manifest.base:
-        expected = {name: shape for name, shape in expected.items() if is_adapter(name)}
-    if wrong := [name for name in {**expected, **saved} if expected.get(name) != saved.get(name)]:
-        raise CorruptCheckpoint(
-            f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
-        )
-    return translation
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:

@@ -9,7 +9,7 @@ from titanlite.config.load import parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
-from titanlite.errors import UserError
+from titanlite.errors import UserError, counted
 from titanlite.runtime.cluster import read_number
 
 _ABOUT = """Print the config that `titanlite train` would run with the same options: \
@@ -53,9 +53,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule
 
-        print(
-            fsdp_schedule.schedule(job, tied=any(rule.tied for rule in job.spec.rules(job.model)))
-        )
+        rules = job.spec.rules(job.model_config)
+        print(fsdp_schedule.schedule(job, tied=any(rule.tied for rule in rules)))
     elif arguments.pipeline:
         print(_pipeline(job))
     elif arguments.placements:
@@ -64,7 +63,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         given = read_number(os.environ, "NGPU", 0)
         print(placements.describe(job, given or min(8, job.layout.world)))
     else:
-        ranks = f"{job.layout.world} rank{'s' * (job.layout.world > 1)}"
+        ranks = counted(job.layout.world, "rank")
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
         for notice in job.remarks:
             print(f"# {notice}")

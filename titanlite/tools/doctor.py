@@ -36,7 +36,7 @@ from titanlite.train.__main__ import main
 
 if TYPE_CHECKING:
     from titanlite.config.job import Job
-    from titanlite.train.rank_facts import Facts
+    from titanlite.train.rank_facts import RankFacts
 
 _SHOWN = (
     r"(NCCL|GLOO|TORCH|PYTORCH|SLURM|PET|CUDA|OMP|UCX|FI|MASTER)_\w+|NGPU|NNODES|NODE_RANK|LOG_RANK"
@@ -159,7 +159,7 @@ def pressure() -> str:
     return ", ".join(parts)
 
 
-def facts_table(facts: Sequence[Facts]) -> str:
+def facts_table(facts: Sequence[RankFacts]) -> str:
     """Return a line for each host, or more where its ranks have different things."""
     from titanlite.train.rank_facts import by, named
 

@@ -99,14 +99,9 @@ class Counted:
 
     def __iter__(self) -> Iterator[Any]:
         from titanlite.data.packing import IGNORED
-        from titanlite.data.stream import StreamLoader
 
         for batch in self._loader:
             predicted = [labels[labels != IGNORED].tolist() for labels in batch[:, 1]]
-            if isinstance(self._loader, StreamLoader) and not any(
-                predicted
-            ):  # its end is padding without end
-                return
             self.windows += sum(map(bool, predicted))
             self.tokens += sum(map(len, predicted))
             self.bytes += sum(map(self._count_bytes, predicted))

@@ -152,14 +152,14 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
         folder, None if job.config.checkpoint.verify_on_load == "full" else ()
     )
     exclude = job.config.checkpoint.exclude_from_loading
-    check_model(folder, saved_model(folder), job.spec, job.model, exclude)
+    check_model(folder, saved_model(folder), job.spec, job.model_config, exclude)
     model, _ = build_model(job)
     allocate(model, device)
     state = TrainingState([model], None, table={})
     restore(Resume(folder, manifest), state, None)
     if manifest.base:
         given = job.config.checkpoint.initial_load_path
-        BaseWeights(manifest.base, given, job.spec, job.model).read(state.frozen())
+        BaseWeights(manifest.base, given, job.spec, job.model_config).read(state.frozen())
     return model
 
 

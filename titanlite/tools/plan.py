@@ -80,20 +80,12 @@ def add_arguments(parser: ArgumentParser) -> None:
             "with --search: train the best K for a few steps on this machine, and rank by that",
             positive_int,
         ),
-        "--selftest": "compare plans with real steps of small models "
-        "on this machine's CPU, to the byte",
     }
     declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the plan of a job, or the ranking of a search; 2 if nothing fits."""
-    if arguments.selftest:
-        if len(arguments.argv) > 2:
-            raise UserError("--selftest plans its own small models: remove the other options")
-        from titanlite.verify.plan_check import selftest
-
-        return selftest()
     if not arguments.search:
         for option in ("max_seconds", "out", "measure"):
             if getattr(arguments, option) is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from titanlite.parallel.collectives import swap
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.train.network import shortest_time
-from titanlite.train.rank_facts import Facts, named
+from titanlite.train.rank_facts import RankFacts, named
 
 NOISE_SECONDS = {"cpu": 0.05, "cuda": 0.0005}
 """Smaller differences are the scheduler's rather than the network's."""
@@ -68,7 +68,7 @@ def exchange_in_pairs(device: torch.device) -> list[list[Exchange]]:
     return [[one for one in of_round if one] for of_round in zip(*seen, strict=True)]
 
 
-def slow_ranks(rounds: Sequence[Sequence[Exchange]], facts: Sequence[Facts]) -> list[str]:
+def slow_ranks(rounds: Sequence[Sequence[Exchange]], facts: Sequence[RankFacts]) -> list[str]:
     """Return a line for the ranks that are slow with every partner, and one for those that are
     slow with every partner on another host.
     """
@@ -101,7 +101,7 @@ def slow_ranks(rounds: Sequence[Sequence[Exchange]], facts: Sequence[Facts]) -> 
     return lines
 
 
-def _judge(exchanges: Sequence[Exchange], facts: Sequence[Facts]) -> list[Judged]:
+def _judge(exchanges: Sequence[Exchange], facts: Sequence[RankFacts]) -> list[Judged]:
     """Compare the exchanges of a round: those inside hosts, and those between hosts."""
     noise = NOISE_SECONDS[facts[0].device]
     judged = []

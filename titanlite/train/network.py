@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.runtime.cluster import read_number
 from titanlite.runtime.rank_files import ATTEMPT
-from titanlite.train.rank_facts import Facts, agreement, notable
+from titanlite.train.rank_facts import RankFacts, agreement, notable
 
 BYTES = 8_000_000
 PROBE = 64
@@ -23,7 +23,7 @@ LONGEST_SECONDS = 0.25
 """Fewer bytes are sent where a transfer would take longer than this."""
 
 
-def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[Facts]) -> list[str]:
+def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[RankFacts]) -> list[str]:
     """Return the lines of the preflight on rank 0, which has the facts, and elsewhere nothing.
 
     A later attempt of a launcher does not time its network again.

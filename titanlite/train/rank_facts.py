@@ -21,19 +21,20 @@ from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
-from titanlite.errors import UserError, format_bytes
+from titanlite.errors import UserError, counted, format_bytes
 from titanlite.observe.run_folder import git_revision
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
 
 K = TypeVar("K")
-CLOCK_SECONDS, FREE_BYTES = 1.0, 1 << 30
+CLOCK_SECONDS = 1.0
+FREE_BYTES = 1 << 30
 """Limits of a warning: clocks of hosts that are so far apart, and less space in the dump folder."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """Facts about a rank."""
 
     rank: int
@@ -77,7 +78,7 @@ MUST_BE_EQUAL = {
 }
 
 
-def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> Facts:
+def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> RankFacts:
     """Return the facts of this rank.
 
     Call it on all ranks: they read their clocks at the same time.
@@ -96,7 +97,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     system = os.statvfs(folder)
     if rank.world > 1:
         dist.barrier()
-    return Facts(
+    return RankFacts(
         rank.rank,
         rank.host,
         re.sub(
@@ -117,7 +118,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     )
 
 
-def compare(own: Facts, world: int) -> list[Facts]:
+def compare(own: RankFacts, world: int) -> list[RankFacts]:
     """Raise the same UserError on all ranks if they cannot train together.
 
     Return all facts on rank 0.
@@ -127,7 +128,7 @@ def compare(own: Facts, world: int) -> list[Facts]:
     return facts
 
 
-def require_equal(facts: Sequence[Facts], world: int) -> None:
+def require_equal(facts: Sequence[RankFacts], world: int) -> None:
     """Raise the same UserError on all ranks if they cannot train together; rank 0 has the facts."""
     verdict = ["\n".join(differences(facts))]
     if world > 1:
@@ -136,7 +137,7 @@ def require_equal(facts: Sequence[Facts], world: int) -> None:
         raise UserError(verdict[0])
 
 
-def differences(facts: Sequence[Facts]) -> list[str]:
+def differences(facts: Sequence[RankFacts]) -> list[str]:
     """Return the facts that must not differ and do, each value with its ranks and hosts."""
     lines = []
     for what, name in MUST_BE_EQUAL.items():
@@ -153,42 +154,45 @@ def differences(facts: Sequence[Facts]) -> list[str]:
     return lines
 
 
-def _value(what: str, own: Facts, first: Facts) -> str:
+def _value(what: str, own: RankFacts, first: RankFacts) -> str:
     """Return a fact; of a config the keys that differ."""
     if what != "the config":
         return getattr(own, MUST_BE_EQUAL[what])
     changed = [
         f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()
     ]
-    more = [f"and {len(changed) - 4} more"] * (len(changed) > 4)
-    return own.config_hash + (f" ({', '.join(changed[:4] + more)})" if changed else "")
+    if not changed:
+        return own.config_hash
+    shown = changed[:4]
+    if len(changed) > 4:
+        shown.append(f"and {len(changed) - 4} more")
+    return f"{own.config_hash} ({', '.join(shown)})"
 
 
-def by(value_of: Callable[[Facts], K], facts: Iterable[Facts]) -> dict[K, list[Facts]]:
+def by(value_of: Callable[[RankFacts], K], facts: Iterable[RankFacts]) -> dict[K, list[RankFacts]]:
     """Group ranks by a value."""
-    groups: dict[K, list[Facts]] = {}
+    groups: dict[K, list[RankFacts]] = {}
     for own in facts:
         groups.setdefault(value_of(own), []).append(own)
     return groups
 
 
-def named(facts: Sequence[Facts]) -> str:
+def named(facts: Sequence[RankFacts]) -> str:
     """Return such as "ranks 0-3, 6 on a, b"."""
-    runs = [
-        [own.rank for _, own in run]
-        for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0])
-    ]
-    listed = ", ".join(f"{run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs)
-    return (
-        f"rank{'s' * (len(facts) > 1)} {listed} "
-        f"on {', '.join(dict.fromkeys(own.host for own in facts))}"
-    )
+    runs = []
+    for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0]):
+        ranks = [own.rank for _, own in run]
+        runs.append(f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
+    noun = "rank" if len(facts) == 1 else "ranks"
+    hosts = dict.fromkeys(own.host for own in facts)
+    return f"{noun} {', '.join(runs)} on {', '.join(hosts)}"
 
 
-def agreement(facts: Sequence[Facts]) -> str:
+def agreement(facts: Sequence[RankFacts]) -> str:
     """Return the line of equal facts."""
-    first, hosts = facts[0], len({own.host for own in facts})
-    ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    first = facts[0]
+    hosts = len({own.host for own in facts})
+    ranks = f"{counted(len(facts), 'rank')} on {counted(hosts, 'host')}"
     revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
     return (
         f"{ranks} agree: config {first.config_hash}, {first.software}, "
@@ -196,9 +200,10 @@ def agreement(facts: Sequence[Facts]) -> str:
     )
 
 
-def notable(facts: Sequence[Facts]) -> list[str]:
+def notable(facts: Sequence[RankFacts]) -> list[str]:
     """Return facts that are allowed but worth a warning."""
-    hosts, lines = by(lambda own: own.host, facts), []
+    hosts = by(lambda own: own.host, facts)
+    lines = []
     for what, groups in (
         ("GPUs", by(lambda own: own.gpu, facts)),
         ("Pythons", by(lambda own: own.python, facts)),
@@ -209,16 +214,20 @@ def notable(facts: Sequence[Facts]) -> list[str]:
             )
             lines.append(f"ranks have different {what}: {having}")
     clocks = {min(own.clock for own in group): host for host, group in hosts.items()}
-    if (apart := max(clocks) - min(clocks)) > CLOCK_SECONDS:
-        late, early = clocks[max(clocks)], clocks[min(clocks)]
+    apart = max(clocks) - min(clocks)
+    if apart > CLOCK_SECONDS:
+        late = clocks[max(clocks)]
+        early = clocks[min(clocks)]
         lines.append(
             f"the clock of {late} is {apart:.1f} s ahead of that of {early}, "
             "as times in their logs will be"
         )
-    if len(folders := by(lambda own: own.folder, facts)) > 1:
+    folders = by(lambda own: own.folder, facts)
+    if len(folders) > 1:
         each = "; ".join(named(group) for group in folders.values())
         lines.append(f"job.dump_folder is not shared: each of these has its own: {each}")
     for host, group in hosts.items():
-        if (free := min(own.free_bytes for own in group)) < FREE_BYTES:
+        free = min(own.free_bytes for own in group)
+        if free < FREE_BYTES:
             lines.append(f"job.dump_folder has only {format_bytes(free)} free on {host}")
     return lines

@@ -25,7 +25,7 @@ from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
 from titanlite.optim.build import TrainedParam
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.parallel.balance import Balance
+from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.validate import Cost
@@ -85,13 +85,14 @@ class Report:
         loss: Tensor,
         norm: Tensor,
         valid_tokens: Tensor,
-        balance: Balance,
+        balance: ExpertLoad,
     ) -> None:
         """Take the step's time, and log the step if due: only there the host waits for the device.
 
         `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
         """
-        job, clock = self.job, self.clock
+        job = self.job
+        clock = self.clock
         if not self.is_logged(step):
             clock.step_done()
             return
@@ -101,6 +102,7 @@ class Report:
         memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
+        mfu = 100 * tflops / self.peak if self.peak else None
         record = StepRecord(
             step=step,
             loss=global_loss,
@@ -110,7 +112,7 @@ class Report:
             tokens=tokens,
             tps=tps,
             tflops=tflops,
-            mfu=100 * tflops / self.peak if self.peak else None,
+            mfu=mfu,
             step_seconds=clock.seconds,
             step_seconds_p50=clock.percentile(50),
             step_seconds_p95=clock.percentile(95),
@@ -121,24 +123,30 @@ class Report:
         )
         self.log.info(record.line(job.config.training.steps, memory_percent))
         tags = memory_tags(self.device)
-        retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
-        if warning := retries_warning(retries, self.retries):
-            self.log.warning(warning)
-        self.retries = retries
+        self._warn_of_retries(tags)
         tags |= record.tags() | {f"moe/{name}": value for name, value in of_experts.items()}
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
 
+    def _warn_of_retries(self, tags: Values) -> None:
+        retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
+        warning = retries_warning(retries, self.retries)
+        if warning:
+            self.log.warning(warning)
+        self.retries = retries
+
     def _seconds_left(self, step: int) -> float:
         """Return the time of the steps and validations that are left."""
-        a_step, cost = self.clock.seconds, self.validation
+        a_step = self.clock.seconds
+        cost = self.validation
         a_validation = self.validation_seconds or cost.steps * a_step
         left = cost.left(step, self.job) if self.job.config.validation.enable else 0
         return (self.job.config.training.steps - step) * a_step + left * a_validation
 
     def begin_validation(self) -> Callable[[int], None]:
         """Return a function that logs how far a validation is, called with each batch's number."""
-        self.validation_began, total = time.monotonic(), self.validation.batches
+        self.validation_began = time.monotonic()
+        total = self.validation.batches
         show = progress_lines(self.log.info, "validation: ", "batches")
         return lambda number: show(number - 1, max(total, number))
 
@@ -161,7 +169,8 @@ class Report:
                 for name, seconds in save.costs.items()
             }
             self._write(save.step, values, tags)
-            grace, written = self.job.config.fault.grace_seconds, save.costs["write"]
+            grace = self.job.config.fault.grace_seconds
+            written = save.costs["write"]
             if written > grace:
                 self.log.warning(
                     f"step {save.step} took {written:.0f} s to write, and a run that is asked to "
@@ -176,9 +185,8 @@ class Report:
             try:
                 sink.write(step, values, tags)
             except OSError as error:
-                if (
-                    checkpoint := self.job.config.checkpoint
-                ).enable and checkpoint.on_failure == "stop":
+                checkpoint = self.job.config.checkpoint
+                if checkpoint.enable and checkpoint.on_failure == "stop":
                     raise RunFailed(
                         f'metrics: {error} (checkpoint.on_failure = "warn" would continue)'
                     ) from error

@@ -17,7 +17,7 @@ from titanlite.optim.grad_norm import clip_grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.skip import step_unless
 from titanlite.parallel import replicated, tensor_parallel
-from titanlite.parallel.balance import Balance
+from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
 from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime.page import phase
@@ -36,7 +36,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         self.config = self.context.job.config
         self.parameters = [item.parameter for item in self.trained]
-        self.balance = Balance(self.model.parts, self.context)
+        self.balance = ExpertLoad(self.model.parts, self.context)
         self.after_backward = self._sums_of_gradients()
 
     def _sums_of_gradients(self) -> list[Callable[[], None]]:

@@ -13,8 +13,7 @@ from titanlite.config.pipeline_order import headline
 from titanlite.config.schema import KEYS, JobConfig, config_of
 from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
-from titanlite.data.chat import ChatTokenizer
-from titanlite.errors import format_bytes
+from titanlite.errors import counted, format_bytes
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
@@ -31,13 +30,10 @@ def describe_start(trainer: Trainer) -> list[str]:
 
     Call it on all ranks.
     """
-    job, config = trainer.job, trainer.job.config
-    training, optimizer = config.training, config.optimizer
-    parameters = [p for part in trainer.parts for p in part.parameters()]
-    sizes = [local_part(p).numel() * p.element_size() for p in parameters]
-    gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
-    own_state = sum(sizes), gradients, optimizer_bytes(trainer.runner.trained, config)
-    state = max(gather_objects(own_state, dist.group.WORLD), key=sum)
+    job = trainer.job
+    config = trainer.job.config
+    training = config.training
+    optimizer = config.optimizer
     unused = get_optimizer(optimizer.name, config.model.package).unused
     how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
     whole = trained_parameters(
@@ -57,22 +53,34 @@ def describe_start(trainer: Trainer) -> list[str]:
         "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
         f"reduction {training.mixed_precision_reduce})",
-        "memory": ("per rank, in host memory: " if training.enable_cpu_offload else "per rank: ")
-        + "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, state))
-        + f", this in {training.offload_folder}" * bool(training.offload_folder),
+        "memory": _describe_memory(trainer),
         "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
         f"on {decayed} tensors, none on {len(whole) - decayed}",
         "seed": f"{trainer.seed}"
         + (", deterministic algorithms" if config.debug.deterministic else ""),
     }
-    if any(part.dataset == "chat" for part in training.sources) and trainer.data.tokenizer:
-        rows["chats"] = ChatTokenizer(trainer.data.tokenizer.assets).describe()
     if config.job.description:
         rows = {"run": config.job.description, **rows}
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
-    compiling = "compiling in the first step, which may take minutes" * config.compile.enable
-    changes = _dear_validation(trainer), _rate_change(trainer.resume, config), compiling
-    return [*lines, *trainer.notes, *filter(None, (*job.remarks, *changes))]
+    changes = [*job.remarks, _dear_validation(trainer), _rate_change(trainer.resume, config)]
+    if config.compile.enable:
+        changes.append("compiling in the first step, which may take minutes")
+    return [*lines, *trainer.notes, *filter(None, changes)]
+
+
+def _describe_memory(trainer: Trainer) -> str:
+    """Return the state of the rank that needs most."""
+    config = trainer.job.config
+    parameters = [p for part in trainer.parts for p in part.parameters()]
+    sizes = [local_part(p).numel() * p.element_size() for p in parameters]
+    gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+    own = sum(sizes), gradients, optimizer_bytes(trainer.runner.trained, config)
+    most = max(gather_objects(own, dist.group.WORLD), key=sum)
+    where = "per rank, in host memory" if config.training.enable_cpu_offload else "per rank"
+    shown = "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, most))
+    if config.training.offload_folder:
+        shown += f", this in {config.training.offload_folder}"
+    return f"{where}: {shown}"
 
 
 def _rate_change(resume: Resume, config: JobConfig) -> str:
@@ -82,13 +90,15 @@ def _rate_change(resume: Resume, config: JobConfig) -> str:
     keys = [key for key in KEYS if key.startswith((*_OF_RATES, "lr_scheduler."))]
     saved = flatten(tomllib.loads(read_document(resume.folder, CONFIG).decode()))
     before = config_of({key: saved[key] for key in keys if key in saved})
-    changed = [
-        f"{key} {toml_value(old)} -> {toml_value(new)}"
-        for key in keys
-        if (old := value_of(before, key)) != (new := value_of(config, key))
-    ]
+    changed = []
+    for key in keys:
+        old = value_of(before, key)
+        new = value_of(config, key)
+        if old != new:
+            changed.append(f"{key} {toml_value(old)} -> {toml_value(new)}")
     step = resume.position.step
-    last, following = learning_rate(before, step), learning_rate(config, step + 1)
+    last = learning_rate(before, step)
+    following = learning_rate(config, step + 1)
     if not changed or max(last, following) <= 2 * min(last, following):
         return ""
     why = ", ".join(changed)
@@ -115,7 +125,8 @@ def _describe_model(trainer: Trainer) -> str:
 
 def _describe_batch(trainer: Trainer) -> str:
     job = trainer.job
-    batch, training = job.batch, job.config.training
+    batch = job.batch
+    training = job.config.training
     tokens = batch.total * training.seq_len
     in_all = trainer.tokens + tokens * (training.steps - trainer.step)
     text = (
@@ -135,22 +146,20 @@ def _describe_data(trainer: Trainer) -> str:
     mixture = " + ".join(
         f"{part.weight:g} {part.dataset_path or part.dataset}" for part in training.mixture
     )
-    number = "streamed," if data.samples is None else f"{data.samples:,}"
-    windows = "window" + "s" * (data.samples != 1)
-    parts = [mixture or training.dataset, f"{number} {windows} of {training.seq_len:,} tokens"]
+    windows = "streamed, windows" if data.samples is None else counted(data.samples, "window")
+    parts = [mixture or training.dataset, f"{windows} of {training.seq_len:,} tokens"]
     if data.samples is not None and not mixture:
         steps = round(data.samples / trainer.job.batch.total)
-        some = f"{steps:,} step{'s' * (steps != 1)}" if steps else "less than a step"
+        some = counted(steps, "step") if steps else "less than a step"
         parts.append(f"{some} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
 
 
 def _describe_validation(trainer: Trainer) -> str:
-    cost, job = trainer.report.validation, trainer.job
+    cost = trainer.report.validation
+    job = trainer.job
     freq = min(job.config.validation.freq, job.config.training.steps)
     every = f"every {freq:,} steps" if freq > 1 else "after each step"
-    if not cost.batches:
-        return f"a stream to its end, {every}"
     size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
     share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
     return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"
@@ -171,7 +180,7 @@ def _describe_device(trainer: Trainer) -> str:
     device = trainer.runner.context.device
     threads = torch.get_num_threads()
     hosts = len(set(gather_objects(trainer.rank_info.host, dist.group.WORLD)))
-    ranks = f"{world} rank{'s' * (world > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    ranks = f"{counted(world, 'rank')} on {counted(hosts, 'host')}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {ranks}, NCCL"
-    return f"CPU, {ranks}, {threads} thread{'s' * (threads > 1)} each, gloo"
+    return f"CPU, {ranks}, {counted(threads, 'thread')} each, gloo"

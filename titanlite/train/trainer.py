@@ -44,14 +44,13 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
-from titanlite.train.bad_steps import Spike
 from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
-from titanlite.train.guard import StepGuard
+from titanlite.train.guard import Spike, StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
-from titanlite.train.rank_facts import Facts, compare, facts_of
+from titanlite.train.rank_facts import RankFacts, compare, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Cost, validation_loss
@@ -70,7 +69,7 @@ class RunData:
     """The data of validation if enabled, and what loads it."""
     validation_loader: Loader | None
 
-    def add_to(self, facts: Facts) -> Facts:
+    def add_to(self, facts: RankFacts) -> RankFacts:
         """Return a rank's facts with the fingerprints of its data."""
         if self.held_out is not None:
             facts = replace(facts, validation=self.held_out.fingerprint)
@@ -134,8 +133,9 @@ class Trainer:
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
         report = _build_report(context, model, data, rank_info, log)  # of the model as it is
-        is_filled = resume.continues and not resume.exclude
-        parts, notes = build_parts(model, context, None if is_filled else seed)
+        is_filled = resume.continues and not resume.exclude  # by the checkpoint
+        initial_seed = None if is_filled else seed
+        parts, notes = build_parts(model, context, initial_seed)
         # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
         runner = _build_step_runner(context, parts, seed, rank_info.rank)
@@ -192,7 +192,7 @@ class Trainer:
         self.report.log_saves(self.saver.records)
         if not self.stopped:
             if config.checkpoint.last_save_in_hf:
-                export_step(self.checkpoints, self.step, self.state, self.data.tokenizer)
+                export_step(self.checkpoints, self.step, self.data.tokenizer)
             if config.generate.at_end:
                 self.show_sample()
         self.close()
@@ -200,7 +200,8 @@ class Trainer:
     def _start_reading(self) -> None:
         """Start to read batches, from the sample after those consumed."""
         settings = self.job.config.training.dataloader
-        data, rank_slice = self.data.training, self.data.rank_slice
+        data = self.data.training
+        rank_slice = self.data.rank_slice
         loader = build_loader(data, rank_slice, self.consumed, None, settings)
         if isinstance(loader, StreamLoader) and self.consumed and self.resume.streams:
             loader.load_state_dict(self.resume.stream_state(rank_slice.coordinate))
@@ -266,10 +267,6 @@ class Trainer:
         local_valid_tokens *= self.runner.model.has_loss  # only the last stage has losses
         with phase("tokens"):
             valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
-        data = self.data.training
-        if isinstance(data, Stream) and not data.repeat and not valid_tokens.item():
-            # On all ranks; waiting for the device is the price of an unknown length.
-            raise self._data_ended()
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         if self.step == 1:
             self.report.name_unused(self.runner.trained)
@@ -291,15 +288,12 @@ class Trainer:
             batches = islice(self.batches, count)
             micro_batches = [take(self.runner.model, batch) for batch in batches]
         if len(micro_batches) < count:
-            raise self._data_ended()
+            steps = f"step {self.step - 1} of {self.job.config.training.steps}"
+            raise RunFailed(
+                f"the data ended after {steps}: it has {self.data.training.samples:,} windows, and "
+                "training.repeat is false"
+            )
         return micro_batches
-
-    def _data_ended(self) -> RunFailed:
-        size = ""
-        if self.data.training.samples is not None:
-            size = f"it has {self.data.training.samples:,} windows, and "
-        steps = f"step {self.step - 1} of {self.job.config.training.steps}"
-        return RunFailed(f"the data ended after {steps}: {size}training.repeat is false")
 
     @phase("validation")
     def validate(self) -> bool:
@@ -380,7 +374,7 @@ class Trainer:
 
 def _connect(
     job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
-) -> tuple[Mesh, Facts]:
+) -> tuple[Mesh, RankFacts]:
     """Return the mesh, whose groups connect all that follows, and the facts of this rank."""
     if job.config.debug.deterministic:  # before the first operation
         use_deterministic_algorithms()
@@ -477,9 +471,11 @@ def _build_step_runner(
 def _restore(checkpoints: CheckpointFolder, resume: Resume, runner: StepRunner) -> TrainingState:
     """Load the checkpoint that the run starts from, if any."""
     context = runner.context
-    parts, optimizer = runner.model.parts, runner.optimizer
+    parts = runner.model.parts
+    optimizer = runner.optimizer
     pp = context.mesh.pp
-    state = TrainingState(parts, optimizer, context.table, pp.get_group() if pp else None)
+    stages = pp.get_group() if pp else None
+    state = TrainingState(parts, optimizer, context.table, stages)
     source.restore(checkpoints, resume, state)
     checkpoints.check_space(state)
     if resume.folder:

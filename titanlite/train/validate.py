@@ -22,7 +22,7 @@ from titanlite.train.loss import count_valid, model_loss
 
 @dataclass(frozen=True)
 class Cost:
-    """What a validation reads; zeros where it reads a stream to its end."""
+    """What a validation reads."""
 
     batches: int = 0
     """Of each rank."""
@@ -35,12 +35,14 @@ class Cost:
 
     @classmethod
     def of(cls, job: Job, loader: Any) -> "Cost":
-        settings, training = job.config.validation, job.config.training
+        settings = job.config.validation
+        training = job.config.training
         unit = settings.local_batch_size * job.batch.data_parallel
         step = job.batch.total * training.seq_len
         between = min(settings.freq, training.steps) * step
         if isinstance(loader, StreamLoader):
-            batches = loader.steps or 0
+            assert loader.steps, "the config rules refuse a stream without validation.steps"
+            batches = loader.steps
             windows = batches * unit
         else:
             batches = loader.batch_sampler.steps
@@ -50,7 +52,8 @@ class Cost:
 
     def left(self, step: int, job: Job) -> int:
         """Return how many validations come after a step, and after those behind it."""
-        freq, last = job.config.validation.freq, job.config.training.steps
+        freq = job.config.validation.freq
+        last = job.config.training.steps
         return last // freq - (step - 1) // freq + (last % freq > 0)
 
 
@@ -67,8 +70,7 @@ def validation_loss(
     true, the result is None. `show` is called with the number of each batch.
 
     The set need not divide among the ranks: windows beyond its end have no valid token, so that all
-    ranks run out together. The length of a stream is unknown, so that each of its batches checks
-    whether any rank has tokens left.
+    ranks run out together.
     """
     share = runner.share
     last_loss = partial(model_loss, chunks=chunks)
@@ -84,11 +86,6 @@ def validation_loss(
             show(number)
             batch = take(runner, batch)
             valid = count_valid(batch.labels)
-            if isinstance(loader, StreamLoader):
-                valid_anywhere = valid.clone()
-                dist.all_reduce(valid_anywhere, group=share.loss_ranks)
-                if not valid_anywhere.item():
-                    break
             loss = runner.evaluate(batch, last_loss)
             if loss is not None:  # only a pipeline's last stage has one
                 totals += torch.stack([loss.double(), valid])

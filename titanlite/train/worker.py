@@ -131,15 +131,12 @@ def run(
     prepared: Prepared | None,
 ) -> int:
     """Train a valid job on this rank; return its exit code."""
-    config, folder = job.config, Path(job.config.job.dump_folder)
+    config = job.config
+    folder = Path(job.config.job.dump_folder)
     # Otherwise nothing can be saved, and a signal ends this rank at once.
     if config.checkpoint.enable:
         stop.listen()
-    # Under torchrun no launcher has checked it.
-    if device.type == "cuda" and config.quantize.linear.float8.enable:
-        from titanlite.parallel import float8
-
-        float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))
+    _check_float8(job, device)  # under torchrun no launcher has checked it
     with process_group(rank, device, config.comm, folder, environ):
         messages = ["", ""]
         if LAUNCHED not in environ:  # otherwise the launcher did this
@@ -172,6 +169,14 @@ def run(
         OWN_PAGE.enter("end")
     heart.end()
     return stop.leave() if trainer.stopped else OK
+
+
+def _check_float8(job: Job, device: torch.device) -> None:
+    """Refuse float8 on a GPU that cannot compute in it."""
+    if device.type == "cuda" and job.config.quantize.linear.float8.enable:
+        from titanlite.parallel import float8
+
+        float8.check_device(job, "cuda", torch.cuda.get_device_capability(device))
 
 
 def _record_begin(folder: Path, trainer: Trainer, launched: bool) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.options import declare, positive_int
-from titanlite.errors import UserError, format_table, nearest
+from titanlite.errors import UserError
 from titanlite.observe.progress import track
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import (
@@ -71,18 +71,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         ),
         "--only ROW,…": "run only these rows of the table: layouts or numbers, "
         "such as tp2,dp2,#40; 1 is the layout, #1 the row",
-        "--fault NAME": "put in a known fault, to see it detected; list prints them",
     }
     declare(parser, options)
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Run the table's rows, those of --only, or those that can show a fault."""
+    """Run the table's rows, or those of --only."""
     if arguments.out and not arguments.full:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
     given = [
         name
-        for name in ("only", "beyond", "fault", "full", "device")
+        for name in ("only", "beyond", "full", "device")
         if getattr(arguments, name) not in (None, False)
     ]
     if len(given) > 1 and given != ["only", "device"]:
@@ -91,11 +90,6 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         )
     if arguments.ranks and not arguments.device:
         raise UserError("--ranks is the limit of --device's table: add --device cuda, or remove it")
-    if arguments.fault == "list":
-        from titanlite.verify.known_faults import FAULTS
-
-        print(format_table([(name, fault.summary) for name, fault in FAULTS.items()]))
-        return 0
     arguments.resumable = arguments.full
     name = [f"--model.name={arguments.model}"] if arguments.model else []
     model = read_model([*overrides, *name], os.environ)
@@ -103,9 +97,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.device:
         model = replace(model, device=arguments.device)
         every = rows_of_device(model, arguments.ranks)
-    if arguments.fault:
-        rows = numbered(fault_rows(model, arguments.fault))
-    elif arguments.full:
+    if arguments.full:
         rows = full_table(model)
     elif arguments.only is not None:
         rows = selected(model, every, arguments.only)
@@ -222,25 +214,6 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     return {number: row for number, row in rows.items() if number in chosen}
 
 
-def fault_rows(model: ModelUnderTest, fault: str) -> list[Row]:
-    """Return the rows that can show the named fault, of those that the model allows."""
-    from titanlite.verify.known_faults import FAULTS
-
-    if fault not in FAULTS:
-        close = nearest(fault, FAULTS)
-        hint = f"did you mean {close}?" if close else f"known faults: {', '.join(FAULTS)}"
-        raise UserError(f"--fault: unknown fault '{fault}'; {hint}")
-    rows = FAULTS[fault].rows
-    if model.tied:
-        rows = tuple(
-            replace(row, variant="plain") if row.variant == "tied" else row for row in rows
-        )
-    allowed = [row for row in rows if row.layout in model.layouts and row.variant in model.variants]
-    if not allowed:
-        raise UserError(f"{model.name} has no row that can show {fault}: {rows[0]}")
-    return allowed
-
-
 def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     """Run and print the rows that are not cached, and with --full write the page."""
     from titanlite.verify.report import TablePrinter, page
@@ -248,11 +221,10 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
 
     check_tables(model)
     start, printer = time.monotonic(), TablePrinter()
-    fault = arguments.fault or ""
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
     cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
     cached = cache.passed if cache else {}
-    printer.head(_introduction(model, rows.values(), fault, len(cached), arguments.only is None))
+    printer.head(_introduction(model, rows.values(), len(cached), arguments.only is None))
     results: list[Result] = []
     told = bool(model.device)  # a fault of the table is found on a CPU
     with (
@@ -263,10 +235,10 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
             if row in cached:
                 results.append(cached[row])
                 continue
-            result = run(row, fault)
+            result = run(row)
             results.append(result)
             printer.row(number, result)
-            if not (result.passed or row.mesh.tp == 1 or told or fault):
+            if not (result.passed or row.mesh.tp == 1 or told):
                 told = True
                 printer.table_fault(run.wrong_role(row.layout))
             if cache:
@@ -281,7 +253,7 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
 
 
 def _introduction(
-    model: ModelUnderTest, rows: Collection[Row], fault: str, cached: int, of_table: bool
+    model: ModelUnderTest, rows: Collection[Row], cached: int, of_table: bool
 ) -> Iterator[str]:
     """Yield the lines above the rows; only a whole table names missing features of the model."""
     count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
@@ -289,10 +261,6 @@ def _introduction(
         f"titanlite verify: {model.name}, {count} "
         f"on up to {max(r.mesh.world for r in rows)} processes"
     )
-    if fault:
-        from titanlite.verify.known_faults import FAULTS
-
-        yield f"with a fault that must be detected: {FAULTS[fault].summary}"
     for reason in dict.fromkeys(model.refused_layouts.values()) if of_table else ():
         layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
         yield f"skipping layout {', '.join(layouts)}: {reason}"

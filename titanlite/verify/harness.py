@@ -29,7 +29,6 @@ from titanlite.runtime.distributed import pick_device
 from titanlite.train.forward import take
 from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
-from titanlite.verify.known_faults import FAULTS
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
 from titanlite.verify.step_record import StepRecord
@@ -40,11 +39,9 @@ def measure(
     overrides: list[str],
     reference: str,
     row: Row,
-    fault: str,
     role: tuple[str, Role] | None,
 ) -> Mismatch:
-    """Return this rank's worst mismatch with the file `reference` in the job of a row, with a known
-    fault if named.
+    """Return this rank's worst mismatch with the file `reference` in the job of a row.
 
     `role` is a row of the model's table and the role that it has instead. A job that does not run
     raises RowFailed, so that the pool ends the ranks that wait for this one."""
@@ -56,17 +53,16 @@ def measure(
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
     try:
-        with FAULTS[fault].put_in() if fault else nullcontext():
-            gpus = torch.cuda.device_count() or world
-            rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
-            job = build_job(overrides, world)
-            if role:
-                job = with_role(job, *role)
-            Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-            device = pick_device(job.config.job.device, rank_info.local_rank)
-            trainer = InstrumentedTrainer.start(job, rank_info, device, logging.Logger("quiet"))
-            trainer.instrument(row.batch)
-            measured = trainer.measure_steps()
+        gpus = torch.cuda.device_count() or world
+        rank_info = RankInfo(rank, world, rank % gpus, f"rank{rank}")
+        job = build_job(overrides, world)
+        if role:
+            job = with_role(job, *role)
+        Path(job.config.job.dump_folder).mkdir(exist_ok=True)
+        device = pick_device(job.config.job.device, rank_info.local_rank)
+        trainer = InstrumentedTrainer.start(job, rank_info, device, logging.Logger("quiet"))
+        trainer.instrument(row.batch)
+        measured = trainer.measure_steps()
     except Exception as error:
         module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
         raise RowFailed(
@@ -92,7 +88,7 @@ def with_role(job: Job, pattern: str, role: Role) -> Job:
     }
     rules = tuple(
         replace(rule, tensor=roles.get(rule.pattern, rule.tensor))
-        for rule in job.spec.rules(job.model)
+        for rule in job.spec.rules(job.model_config)
     )
     return replace(job, spec=replace(job.spec, rules=lambda flavor: rules))
 

@@ -117,7 +117,7 @@ def _balance(model: nn.Module) -> None:
 
 def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> None:
     """Write a Hugging Face folder of these weights, in their own type."""
-    translation = Translation(job.spec, job.model)
+    translation = Translation(job.spec, job.model_config)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)
-    export(folder, tensors, files, lambda name, _: weights[name].detach())
+    export(folder, tensors, files, lambda name: weights[name].detach())

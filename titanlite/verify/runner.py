@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 from titanlite.registry.model import Role
 from titanlite.verify.harness import measure
-from titanlite.verify.measurements import BOUNDS, steps_of
+from titanlite.verify.measurements import BOUNDS, Mismatch, steps_of
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
 from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
 from titanlite.verify.reference import measure_reference
@@ -88,7 +88,7 @@ def open_pool(world: int, device: str = "") -> Iterator[Pool]:
 
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
-    """Give a function that runs a row, with the name of a known fault or without."""
+    """Give a function that runs a row."""
     # Or the profiler prints when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # The system frees the rest.
@@ -117,7 +117,7 @@ class RowRunner:
         if self(row).passed:
             return ""
         job = build_job(self._model.command_line(row, self._folder), row.mesh.world)
-        for rule in job.spec.rules(job.model):
+        for rule in job.spec.rules(job.model_config):
             for role in OTHER_ROLES.get(rule.tensor, []):
                 if (
                     not rule.pattern.endswith(".bias")
@@ -129,8 +129,13 @@ class RowRunner:
                     )
         return "no other role of a single row makes this layout pass"
 
-    def __call__(self, row: Row, fault: str = "", role: tuple[str, Role] | None = None) -> Result:
-        """Compare one row with its reference."""
+    def __call__(
+        self,
+        row: Row,
+        role: tuple[str, Role] | None = None,
+        measure: Callable[..., Mismatch] = measure,
+    ) -> Result:
+        """Compare one row with its reference, by what `measure` finds on each rank."""
         start = time.monotonic()
         # A process compiles with one backend only (a second one fails there): inductor's rows get
         # new processes.
@@ -149,7 +154,6 @@ class RowRunner:
                     overrides,
                     reference,
                     row,
-                    fault,
                     role,
                     world=row.mesh.world,
                     timeout=TIMEOUT_SECONDS,

@@ -204,7 +204,7 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     groups, layout, spec = _groups(plan), job.layout, job.spec
     apart = tuple(
         f".{path}"
-        for path in expert_paths(spec.rules(job.model), spec.blocks)
+        for path in expert_paths(spec.rules(job.model_config), spec.blocks)
         if layout.experts_on_own_mesh
     )
     ranks = [

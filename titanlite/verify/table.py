@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule
 from titanlite.config.toml import read_toml
@@ -36,8 +36,6 @@ OVERRIDES: dict[str, dict[str, str]] = _TABLE["overrides"]
 for _name in get_args(Schedule):
     OVERRIDES["schedule"].setdefault(_name, f"--parallelism.pipeline_parallel_schedule={_name}")
 EXTRAS: dict[str, str] = _TABLE["extras"]
-PLANNED: list[dict[str, Any]] = _TABLE["rows"]["plan"]
-"""Rows of plan_check.py."""
 SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
 """Columns that stay at their first choice where a layout does not have this dimension."""
 
@@ -91,7 +89,7 @@ class Row:
             --parallelism.context_parallel_degree={mesh.cp}
             --parallelism.tensor_parallel_degree={mesh.tp}
             --parallelism.expert_parallel_degree={mesh.ep}
-            --training.local_batch_size={SAMPLES // mesh.batch // int(self.accumulation)}
+            --training.local_batch_size={SAMPLES // mesh.data_parallel // int(self.accumulation)}
             {" ".join(flags)}""".split()
 
     def __str__(self) -> str:

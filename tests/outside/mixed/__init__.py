@@ -4,7 +4,7 @@ without.
 
 from dataclasses import dataclass
 
-from titanlite.models.common import Balance
+from titanlite.models.common import BalanceMethod
 from titanlite.models.common.table import decoder_rules
 from titanlite.registry import ModelDims, ModelSpec, Rule, normal, register_model
 
@@ -18,7 +18,7 @@ class MixedConfig:
     experts: int = 4
     top_k: int = 2
     vocab_size: int = 256
-    balance: Balance = "bias"
+    balance: BalanceMethod = "bias"
 
 
 def rules(c: MixedConfig) -> tuple[Rule, ...]:

@@ -45,8 +45,8 @@ class Block(nn.Module):
             router = Router(c.dim, c.experts, c.top_k, score="sigmoid", balance=c.balance)
             self.mixture = MoE(router, Experts(c), Dense(c.dim, c.expert_dim))
 
-    def forward(self, h: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), turns, mask)
+    def forward(self, h: Tensor, rotations: Tensor, mask: Tensor | None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rotations, mask)
         return h + (self.dense if hasattr(self, "dense") else self.mixture)(self.ffn_norm(h))
 
 

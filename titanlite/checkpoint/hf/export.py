@@ -1,45 +1,68 @@
-"""Write weights of a run or of a checkpoint into a folder that other tools read.
+"""Write weights of a checkpoint into a folder that other tools read.
 
-Files are assigned to ranks in turn. In a round, all ranks gather the tensors of one file per rank,
-each keeping its own file's in host memory; then all write at once. So a rank holds the tensors of
-one file, at most FILE_BYTES or what a single larger parameter becomes, and the one that is being
-gathered; never the model. Under pipeline parallel the ranks of a tensor's stage gather it, and one
-of them sends it on. The folder is staged and renamed as a checkpoint is, and its bytes are the same
-from any mesh.
+It is written file by file, from tensors that are read one by one: a process holds those of one
+file, at most FILE_BYTES or what a single larger parameter becomes, and never the model. The folder
+is staged and renamed as a checkpoint is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.commit import run_on_all_ranks, run_on_rank_0, staging_folder
+from titanlite.checkpoint.base import BaseWeights
+from titanlite.checkpoint.commit import run_on_rank_0, staging_folder
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.hf.files import INDEX, index, split, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
-from titanlite.checkpoint.manifest import Manifest, export_folder
+from titanlite.checkpoint.load import load_tensors
+from titanlite.checkpoint.manifest import (
+    CONFIG,
+    CorruptCheckpoint,
+    Manifest,
+    export_folder,
+    read_manifest,
+    step_folder,
+)
 from titanlite.checkpoint.read import dtype_of
-from titanlite.checkpoint.state import TrainingState
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import some_of
 from titanlite.parallel.lora import merge
-from titanlite.registry.lora import adapter_of
+from titanlite.registry import ModelSpec
+from titanlite.registry.lora import adapter_of, is_adapter
 from titanlite.runtime import store
-from titanlite.runtime.distributed import rank_in
 from titanlite.runtime.page import phase
 
 FILE_BYTES = 4 << 30
 
-Fetch = Callable[[str, int], torch.Tensor]
-"""Returns the parameter of this name, whole on the rank of this number.
+Fetch = Callable[[str], torch.Tensor]
+"""Returns the whole parameter of this name."""
 
-On a mesh all ranks call it together.
-"""
+
+@phase("save")
+def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None) -> None:
+    """Write the weights of a committed step next to it, on rank 0, while the others wait."""
+    target = export_folder(folder.root, step)
+
+    def export_it() -> None:
+        job, source = folder.job, step_folder(folder.root, step)
+        manifest = read_manifest(source)
+        translation = translation_of(source, manifest, job.spec, job.model_config)
+        base = None
+        if manifest.base:
+            given = job.config.checkpoint.initial_load_path
+            base = BaseWeights(manifest.base, given, job.spec, job.model_config)
+        fetch = weights_of(source, manifest, base, getattr(torch, job.config.training.dtype))
+        dtype = getattr(torch, folder.settings.export_dtype)
+        files = documents(translation.config, dtype, tokenizer)
+        store.delete(target)
+        export(target, translation.hf_tensors(dtype), files, merged(fetch, translation))
+
+    run_on_rank_0(folder.group, f"the export to {target}", export_it)
+    folder.log.info(f"exported step {step} for Hugging Face: {target}")
 
 
 def export(
@@ -47,125 +70,78 @@ def export(
     tensors: Sequence[HFTensor],
     documents: Mapping[str, bytes],
     fetch: Fetch,
-    group: dist.ProcessGroup | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder of tensors and documents, replacing one of that name.
-
-    It has its name when it is complete.
-    """
-    what, files = f"the export to {target}", split(tensors, file_bytes)
-
-    def publish() -> None:
-        for name, content in {**documents, INDEX: index(files)}.items():
-            store.write(staging / name, content)
-        replaced = target.parent / f".{target.name}.replaced"
-        store.delete(replaced)
-        if store.exists(target):
-            store.rename(target, replaced)
+    """Write a folder of tensors and documents, which has its name when it is complete."""
+    files = split(tensors, file_bytes)
+    with staging_folder(target, None, f"the export to {target}") as staging:
+        for name, content in files.items():
+            built = dict[str, torch.Tensor]()
+            for parameters, made in groupby(content, attrgetter("parameters")):
+                weights = [fetch(parameter) for parameter in parameters]
+                for tensor in made:
+                    built[tensor.name] = tensor.build(weights)
+                del weights
+            write(staging / name, built)
+        for name, document in {**documents, INDEX: index(files)}.items():
+            store.write(staging / name, document)
         store.publish(staging, target)
-        with suppress(OSError):
-            store.delete(replaced)
 
-    with staging_folder(target, group, what) as staging:
-        _write_files(staging, files, fetch, group, what)
-        run_on_rank_0(group, what, publish)
+
+def translation_of(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
+    """Return the translation of a checkpoint's weights; raise if they are not the model's."""
+    translation = Translation(spec, flavor)
+    buffers = {
+        name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
+    }
+    values = load_tensors(folder, buffers.values(), manifest)
+    translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
+    saved = {
+        name.removeprefix("model."): t.shape
+        for name, t in manifest.tensors.items()
+        if name.startswith("model.")
+    }
+    saved = {name: shape for name, shape in saved.items() if name not in buffers}
+    expected = translation.shapes
+    if manifest.base:
+        expected = {name: shape for name, shape in expected.items() if is_adapter(name)}
+    if wrong := [name for name in {**expected, **saved} if expected.get(name) != saved.get(name)]:
+        raise CorruptCheckpoint(
+            f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
+        )
+    return translation
+
+
+def weights_of(
+    folder: Path,
+    manifest: Manifest,
+    base: BaseWeights | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Fetch:
+    """Return a function that reads a parameter from a checkpoint or, in this type, its base."""
+
+    def fetch(name: str) -> torch.Tensor:
+        saved = f"model.{name}"
+        if base and saved not in manifest.tensors:
+            return base.read_whole(saved).to(dtype)
+        return load_tensors(folder, [saved], manifest)[saved]
+
+    return fetch
 
 
 def merged(fetch: Fetch, translation: Translation) -> Fetch:
     """Return a function that adds its adapter to each parameter that has one."""
 
-    def fetch_merged(name: str, owner: int) -> torch.Tensor:
-        weight = fetch(name, owner)
+    def fetch_merged(name: str) -> torch.Tensor:
+        weight = fetch(name)
         a, b = adapter_of(name)
         adapters = translation.adapters
         if adapters is None or a not in translation.shapes:
             return weight
-        narrow = fetch(a, owner), fetch(b, owner)
-        return merge(weight, *narrow, adapters.scale) if weight.numel() else weight
+        # In float64, so that the sum is rounded once.
+        return merge(weight.double(), fetch(a), fetch(b), adapters.scale)
 
     return fetch_merged
-
-
-def _write_files(
-    staging: Path,
-    files: dict[str, list[HFTensor]],
-    fetch: Fetch,
-    group: dist.ProcessGroup | None,
-    what: str,
-) -> None:
-    """Round by round, gather and write a file on each rank."""
-    world, named_files = dist.get_world_size(group) if group else 1, list(files.items())
-    for first in range(0, len(named_files), world):
-        own_file, own_tensors = "", {}
-        for owner, (file, tensors) in enumerate(named_files[first : first + world]):
-            for parameters, made in groupby(tensors, attrgetter("parameters")):
-                weights = [fetch(name, owner) for name in parameters]
-                if owner == rank_in(group):
-                    own_file = file
-                    own_tensors |= {tensor.name: tensor.build(weights).cpu() for tensor in made}
-                del weights
-
-        # Ranks meet here with the checkpoints' timeout, and never wait for a disk in a group of the
-        # training.
-        run_on_all_ranks(
-            group,
-            what,
-            partial(write, staging / own_file, own_tensors) if own_file else lambda: None,
-        )
-
-
-@phase("save")
-def export_step(
-    folder: CheckpointFolder, step: int, state: TrainingState, tokenizer: Tokenizer | None
-) -> None:
-    """Write a run's weights as they are now, next to its checkpoints."""
-    target = export_folder(folder.root, step)
-    assert folder.group is not None
-    translation = Translation(folder.job.spec, folder.job.model)
-    # Buffers are refused whatever their values: ranks would have to agree on them.
-    translation.refuse([*translation.buffers])
-    dtype = getattr(torch, folder.settings.export_dtype)
-    export_live(target, translation, state, dtype, tokenizer, folder.group)
-    folder.log.info(f"exported step {step} for Hugging Face: {target}")
-
-
-def export_live(
-    target: Path,
-    translation: Translation,
-    state: TrainingState,
-    dtype: torch.dtype,
-    tokenizer: Tokenizer | None,
-    group: dist.ProcessGroup,
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write a Hugging Face folder from a run's own tensors, on any mesh."""
-    live, stages = state.weights(), state.stages
-    carried = torch.float64 if translation.adapters else dtype  # a sum is rounded once
-    device = next(iter(live.values())).device
-    # By name, a rank that differs only in pp.
-    holders = state.of_all_stages(dict.fromkeys(live, dist.get_rank()))
-    line = dist.get_process_group_ranks(stages) if stages else []
-
-    @torch.no_grad()
-    def fetch(name: str, owner: int) -> torch.Tensor:
-        holder = holders[f"model.{name}"]
-        if holder == dist.get_rank():
-            tensor = live[f"model.{name}"].detach().to(translation.kept.get(name, carried))
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if owner in line and owner != holder:
-                dist.send(full, owner, stages)
-            return full
-        is_owner = owner == dist.get_rank()
-        shape = translation.shapes[name] if is_owner else 0
-        full = torch.empty(shape, dtype=carried, device=device)
-        if is_owner:
-            dist.recv(full, holder, stages)
-        return full
-
-    files = documents(translation.config, dtype, tokenizer)
-    tensors = translation.hf_tensors(dtype)
-    export(target, tensors, files, merged(fetch, translation), group, file_bytes)
 
 
 def plain_tensors(manifest: Manifest, dtype: torch.dtype) -> list[HFTensor]:

@@ -1,16 +1,14 @@
 """Rules of data sets, batches and sequence lengths."""
 
-from titanlite.config.needs import is_streamed, streamed
+from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import JobConfig, Training, Validation, is_set
+from titanlite.config.schema import JobConfig, Training, Validation
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
 BYTE_VOCABULARY = 256
 """Tokens of the built-in byte tokenizer."""
-RETRIES = 5
-"""Attempts to reopen a stream that failed, after 1, 2, 4, 8 and 16 seconds."""
 
 
 def apply_rules(check: Check, layout: Layout | None, shape: ModelDims | None) -> None:
@@ -30,12 +28,12 @@ def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | Non
     """
     local = config.training.local_batch_size
     total = config.training.global_batch_size
-    unit = local * layout.batch
+    unit = local * layout.data_parallel
     if total == -1 or total % unit == 0:
-        return Batch(local, layout.batch, max(1, total // unit))
+        return Batch(local, layout.data_parallel, max(1, total // unit))
     below = total // unit * unit
     nearest = f"{below} or {below + unit}" if below else f"{unit}"
-    factors = f"local_batch_size {local} x data-parallel degree {layout.batch}"
+    factors = f"local_batch_size {local} x data-parallel degree {layout.data_parallel}"
     why = f"must be a multiple of {factors} = {unit}; nearest: {nearest}"
     refuse("training.global_batch_size", why)
     return None
@@ -98,7 +96,12 @@ def _streams_have_limits(config: JobConfig) -> Refusals:
         if is_streamed(part.dataset):
             why = f'"{part.dataset}" is streamed, and a mixture needs random access to its sources'
             yield "training.mixture", f"entry {number}: {why}; download it and use text, or tokens"
-    found = streamed(config)
+    datasets = {}
+    if not training.mixture:
+        datasets["training"] = training.dataset
+    if config.validation.enable:
+        datasets["validation"] = config.validation.dataset
+    found = [(section, name) for section, name in datasets.items() if is_streamed(name)]
     if found and training.packing == "first-fit":
         section, name = found[0]
         why = (
@@ -109,16 +112,12 @@ def _streams_have_limits(config: JobConfig) -> Refusals:
             "training.packing",
             f'{why}; use "concatenate", with document_mask if documents must not see each other',
         )
-    longest_wait = (RETRIES + 1) * training.dataloader.stall_timeout_seconds + 2**RETRIES - 1
-    limit = config.comm.train_timeout_seconds
-    limit_key = "comm.train_timeout_seconds"
-    if config.fault.stall_seconds:
-        limit = config.fault.stall_seconds
-        limit_key = "fault.stall_seconds"
-    key = "training.dataloader.stall_timeout_seconds"  # the default refuses no config
-    if found and is_set(config, key) and longest_wait >= limit:
-        why = f"a dead stream is given up after {longest_wait:g} s, but a run counts as hung after"
-        yield key, f"{why} {limit_key} = {limit}; raise that or lower this"
+    for section, name in found:
+        why = f'{section}.dataset = "{name}" is streamed: it repeats, and its length is unknown'
+        if section == "training" and not training.repeat:
+            yield "training.repeat", f"{why}; prepare it, or use true"
+        if section == "validation" and config.validation.steps == -1:
+            yield "validation.steps", f"{why}; name a number of steps"
 
 
 def _mixtures_add_up(config: JobConfig) -> Refusals:

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite.config.rules.check import Check, InvalidField, Refusals, Refuse
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import fills_stages
+from titanlite.errors import counted
 from titanlite.layout import Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec, expert_paths
 
@@ -78,7 +79,7 @@ def find_layout(
     world = world or others * shard
     if world % others == 0 and shard in (-1, world // others):
         return Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
-    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    ranks = counted(world, "rank")
     keys = {key: degree[name] for name, key in DEGREES.items() if degree[name] > 1}
     if shard != -1:
         keys["data_parallel_shard_degree"] = shard

@@ -203,7 +203,7 @@ def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: S
         right = [m for m in range(step, 2 * n * pp, step) if m % max(1, m // pp) == 0]
         legal = [*[m for m in right if m < n][-1:], *[m for m in right if m > n][:1]]
     if needed:
-        batches = _listed(m * stages.size * layout.batch for m in legal)
+        batches = _listed(m * stages.size * layout.data_parallel for m in legal)
         yield (
             _SCHEDULE,
             f"needs {needed}, and a step has {n}; training.global_batch_size could be {batches}",

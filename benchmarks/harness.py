@@ -1,5 +1,7 @@
-"""Compare two implementations that were timed in turn in one process: their ratio and its
-confidence interval.
+"""What the benchmarks share: the ratio of two implementations that were timed in turn in one
+process, with its confidence interval, and records of what was measured.
+
+Those that docs cite are in benchmarks/records, a folder for each device.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,35 +35,21 @@ class Range:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> Range:
-    """Return the ratio of the medians."""
-    return _resampled(lambda a, b: np.median(a, axis=-1) / np.median(b, axis=-1), ours, theirs)
+    """Return the ratio of the medians.
 
-
-def jitter(seconds: Any) -> Any:
-    """Return how far the 95th percentile lies above the median, as a fraction of the median."""
-    middle, high = np.quantile(seconds, (0.5, 0.95), axis=-1)
-    return high / middle - 1
-
-
-def more_jitter(ours: list[float], theirs: list[float]) -> Range:
-    """Return how much larger our jitter is."""
-    return _resampled(lambda a, b: jitter(a) - jitter(b), ours, theirs)
-
-
-def _resampled(compare: Callable[[Any, Any], Any], ours: list[float], theirs: list[float]) -> Range:
-    """Resample pairs of steps taken in turn, since a drift of the machine affects both of a
-    pair.
+    Pairs of steps taken in turn are resampled: a drift of the machine affects both of a pair.
     """
-    a, b = np.array(ours), np.array(theirs)
+    a = np.array(ours)
+    b = np.array(theirs)
     picks = np.random.default_rng(0).integers(len(a), size=(RESAMPLES, len(a)))
-    low, high = np.quantile(compare(a[picks], b[picks]), (0.025, 0.975))
-    return Range(float(compare(a, b)), float(low), float(high))
+    resampled = np.median(a[picks], axis=-1) / np.median(b[picks], axis=-1)
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return Range(float(np.median(a) / np.median(b)), float(low), float(high))
 
 
-def keep(path: Path, name: str, record: dict[str, Any]) -> None:
-    """Store a record under its name in a JSON file, with the date, the command and the machine."""
-    records = json.loads(path.read_text()) if path.exists() else {}
-    records[name] = record | {
+def keep(path: Path, record: dict[str, Any]) -> None:
+    """Store a record in a JSON file, with the date, the command and the machine."""
+    record = record | {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", *sys.argv]),
         "revision": git_revision(),
@@ -71,7 +58,7 @@ def keep(path: Path, name: str, record: dict[str, Any]) -> None:
         "machine": machine(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def machine() -> str:

@@ -1,13 +1,11 @@
 """Compare the planner's rehearsals with real processes: the bytes of the peak and every collective
 must be equal.
 
-`titanlite plan --selftest` runs the table: each row takes four steps of the real trainer on gloo
-processes of this machine, counted as a rehearsal is, and on its first and last rank a step after
-the first, when the optimizer has its state, must equal the rehearsal. A rehearsal runs the same
-code, so gathers are also compared with the table's."""
+Each row of plan_rows.toml takes four steps of the real trainer on gloo processes, counted as a
+rehearsal is, and a step after the first, when the optimizer has its state, must equal the
+rehearsal. A rehearsal runs the same code, so gathers are also compared with the table's."""
 
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.config.toml import read_toml
 from titanlite.data.shards import id_type
 from titanlite.models.common.attention import causal_rows
 from titanlite.planner.record import Collective
@@ -26,8 +25,7 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, build_job, read_model
 from titanlite.verify.pool import Pool
-from titanlite.verify.runner import open_pool
-from titanlite.verify.table import PLANNED, SAMPLES, Row
+from titanlite.verify.table import SAMPLES, Row
 
 MODELS = {
     "llama3": "dim=64 n_layers=4 n_heads=4 n_kv_heads=2 hidden_dim=128",
@@ -46,7 +44,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A row of the selftest."""
+    """A row of the table."""
 
     row: Row
     gathers: Counter[str] | None
@@ -81,19 +79,7 @@ def row(
     return PlanRow(chosen, expected, tuple(more), model)
 
 
-ROWS = [row(**one) for one in PLANNED]
-
-
-def selftest() -> int:
-    """Run the table, printing a line for each row; return 1 if any differs."""
-    differing = 0
-    with tempfile.TemporaryDirectory(prefix="titanlite-plan-") as folder, open_pool(8) as pool:
-        for plan_row in ROWS:
-            found = "; ".join(check(plan_row, Path(folder), pool))
-            differing += bool(found)
-            print(f"{plan_row}: {found or 'equal'}", flush=True)
-    print(f"{len(ROWS) - differing} of {len(ROWS)} rows equal")
-    return int(differing > 0)
+ROWS = [row(**one) for one in read_toml(Path(__file__).with_name("plan_rows.toml"))["rows"]]
 
 
 def command_line(plan_row: PlanRow, folder: Path) -> list[str]:

@@ -1,5 +1,5 @@
-"""Laws of growth: python benchmarks/scale/table.py [--quick] prints points and the value at 16,384
-ranks, and writes them into benchmarks/scale/laws.json.
+"""Laws of growth: python benchmarks/scale.py [--quick] [--json FILE] prints what grows with the
+ranks.
 
 Each law is measured with the code that a run uses, on synthetic facts of many ranks, in processor
 seconds of one thread. Nothing here knows a network, a GPU or a shared file system.
@@ -7,8 +7,8 @@ seconds of one thread. Nothing here knows a network, a GPU or a shared file syst
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -16,11 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.harness import keep  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest  # noqa: E402
 from titanlite.checkpoint.places import rank_file, spread  # noqa: E402
@@ -155,7 +156,11 @@ LAWS = (muon, board, replicas, checkpoint, shards, mixture)
 
 
 def main() -> None:
-    sizes = RANKS[:2] if "--quick" in sys.argv else RANKS  # a test runs the short form
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="only the two smallest")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    sizes = RANKS[:2] if arguments.quick else RANKS
     found: dict[str, dict[int, float]] = {}
     for law in LAWS:
         for ranks in sizes:
@@ -166,16 +171,9 @@ def main() -> None:
         for name, points in found.items()
     ]
     print(format_table(rows, ("law", *(f"{ranks:,}" for ranks in sizes)), "<" + ">" * len(sizes)))
-    if sizes != RANKS:
-        return
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    record = {
-        "versions": versions,
-        "ranks": [*RANKS],
-        "laws": {k: [*v.values()] for k, v in found.items()},
-    }
-    path = Path(__file__).with_name("laws.json")
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        laws = {name: [*points.values()] for name, points in found.items()}
+        keep(arguments.json, {"ranks": [*sizes], "laws": laws})
 
 
 if __name__ == "__main__":

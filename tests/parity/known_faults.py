@@ -15,21 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.models.common.moe import Router
 from titanlite.optim.muon import orthogonalize
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import shared_names
 from titanlite.train.loss import count_valid
+from titanlite.verify.harness import measure
+from titanlite.verify.measurements import Mismatch
 from titanlite.verify.table import Row
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: in words, the function it replaces, its replacement, and the rows that show it."""
+    """A mistake: the function it replaces, its replacement, and the rows that show it."""
 
-    summary: str
     target: str
     rows: tuple[Row, ...]
     replacement: Callable[..., Any]
@@ -55,10 +56,16 @@ def fault(target: str, *layouts: str, **columns: str) -> Callable[[Callable[...,
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         name = replacement.__name__.replace("_", "-")
-        FAULTS[name] = Fault(replacement.__doc__ or "", f"titanlite.{target}", rows, replacement)
+        FAULTS[name] = Fault(f"titanlite.{target}", rows, replacement)
         return replacement
 
     return register
+
+
+def measure_with(name: str, *arguments: Any) -> Mismatch:
+    """Measure a row on this rank with the named fault."""
+    with FAULTS[name].put_in():
+        return measure(*arguments)
 
 
 def one_at_a_time(before, run, runner, step, batches, valid_tokens):
@@ -100,7 +107,7 @@ def combine_unsorted(places, received, total):
     return places(received, total)[0], torch.arange(total), received.sum(0)
 
 
-@fault("parallel.balance.Balance.end_step", "dp2", variant="bias")
+@fault("parallel.balance.ExpertLoad.end_step", "dp2", variant="bias")
 def counts_per_rank(end_step, *call):
     """biases follow the choices of each rank's own tokens"""
     with patch.object(dist, "all_reduce", lambda *args, **how: None):
@@ -153,10 +160,10 @@ def divided_twice(set_sums, model, context, experts):
     set_sums(model, context, experts)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(context.job.layout.batch))
+            module.set_gradient_divide_factor(float(context.job.layout.data_parallel))
 
 
-@fault("parallel.init.fill", "dp2", "replicate4")
+@fault("parallel.init.fill", "tp2", "dp2", "replicate4")
 def seed_per_rank(fill, parameter, name, rule, seed):
     """every rank draws initial values with another seed"""
     fill(parameter, name, rule, seed + dist.get_rank())
@@ -257,6 +264,16 @@ def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
     return norm
 
 
+@fault("optim.grad_norm._norm", "tp2")
+def replicas_counted(norm, gradients, p):
+    """the norm counts a parameter once for each rank that holds all of it"""
+    copies = 1
+    if isinstance(gradients[0], DTensor):
+        for size, placement in zip(gradients[0].device_mesh.shape, gradients[0].placements, strict=False):
+            copies *= size if placement.is_replicate() else 1
+    return norm(gradients, p) * copies ** (1 / p)
+
+
 @fault("optim.muon.Muon._orthogonalize", "dp2", "tp2")
 def parts_orthogonalized(whole, muon, weights, parts):
     """Muon orthogonalizes each rank's shard instead of the whole matrix"""
@@ -279,6 +296,11 @@ def reduction_in_bf16(policy, **how):
 @fault("data.loader.MicroBatch.documents", "tp2", documents="on")
 def documents_mixed(documents, batch):
     """attention crosses from one document to the next"""
+
+
+@fault("data.loader.MicroBatch.documents", "pp2", documents="on")
+def documents_dropped(documents, batch):
+    """stages of a pipeline are not told where documents end"""
 
 
 @fault("parallel.context_parallel.Partial", "cp2")
@@ -328,6 +350,12 @@ def microbatch_averaged(build, *call):
     return schedule
 
 
+@fault("train.step.StepRunner.forward_backward", "pp2")
+def pipeline_undivided(run, runner, step, batches, valid_tokens):
+    """a pipeline divides the loss by its tokens after the backward pass"""
+    return run(runner, step, batches, torch.ones_like(valid_tokens)) / valid_tokens
+
+
 @fault("train.step.clip_grad_norm", "pp2")
 def stage_norm_local(clip, parameters, max_norm, p, stages, copies):
     """each stage clips its gradients by its own norm"""
@@ -363,7 +391,7 @@ def positions_guessed(positions, batch):
     return positions(batch) if is_first else positions_restart(positions, batch)
 
 
-@fault("parallel.pipeline_parallel.split", "pp2")
+@fault("parallel.pipeline_parallel.cut", "pp2")
 def blocks_swapped(split, model, spec, stages):
     """two stages have each other's blocks"""
 
