@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,8 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     model lacks.
     """
     assert spec.hf
-    given, path = read_config(folder), folder / "config.json"
+    given = read_config(folder)
+    path = folder / "config.json"
     if spec.hf.conversions:
         return given
     if given.get("model_type") not in _model_types(spec):
@@ -114,10 +114,12 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
 def model_of(folder: Path) -> str:
     """Return the name of the registered model that a folder's config.json is of."""
-    kind, kinds = read_config(folder).get("model_type"), list[str]()
+    kind = read_config(folder).get("model_type")
+    kinds = list[str]()
     for name in model_names():
         with suppress(UserError):  # of another package, which may be broken
-            kinds += (known := _model_types(get_model(name)))
+            known = _model_types(get_model(name))
+            kinds += known
             if kind in known:
                 return name
     legal = ", ".join(kinds)
@@ -135,11 +137,10 @@ def _model_types(spec: ModelSpec) -> list[str]:
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, None without one."""
-    return reduce(
-        lambda table, name: table.get(name) if isinstance(table, Mapping) else None,
-        key.split("."),
-        config,
-    )
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _overrides(
@@ -186,11 +187,8 @@ def complete(config: Mapping[str, Any], hf: HuggingFace) -> dict[str, Any]:
     given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
     try:
         defaults = hf.defaults(given)
-    except (
-        TypeError,
-        ValueError,
-        ZeroDivisionError,
-    ):  # a value of another type, which the comparison names
+    # A value of another type, which the comparison names.
+    except (TypeError, ValueError, ZeroDivisionError):
         defaults = hf.defaults({})
     return {**_NEUTRAL, **defaults, **given}
 
@@ -199,7 +197,9 @@ def config_faults(
     config: Mapping[str, Any], hf: HuggingFace, model: Mapping[str, Any]
 ) -> list[str]:
     """Return where a config.json contradicts the one that the model would have."""
-    theirs, ours, faults = complete(config, hf), complete(model, hf), []
+    theirs = complete(config, hf)
+    ours = complete(model, hf)
+    faults = []
     given = _one_form_of_rope(config)
     known = (theirs.keys() | ours.keys()) - {"architectures", *hf.unchecked_config_keys}
     for key in sorted(known):
@@ -209,11 +209,9 @@ def config_faults(
         value = json.dumps(theirs.get(key))
         if key in ours or key in model:
             if theirs.get(key) != ours.get(key):
-                lacks = (
-                    " (absent, so transformers' default)"
-                    if given.get(key) is None and key in theirs
-                    else ""
-                )
+                lacks = ""
+                if given.get(key) is None and key in theirs:
+                    lacks = " (absent, so transformers' default)"
                 remedy = _overrides(key, theirs, ours, hf)
                 faults.append(
                     f"config.json: {key} {value}{lacks}, "
@@ -230,8 +228,9 @@ def config_faults(
 def _one_form_of_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary keys as transformers 4 writes them; transformers 5 has one table."""
     config = dict(config)
-    tables = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
-    rope = tables[0] or tables[1] or {}
+    scaling = config.pop("rope_scaling", None)
+    parameters = config.pop("rope_parameters", None)
+    rope = scaling or parameters or {}
     if not isinstance(rope, dict):
         return {**config, "rope_scaling": rope}
     rope = dict(rope)

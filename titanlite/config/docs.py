@@ -41,7 +41,8 @@ def help_text(search: str = "") -> str:
         rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
         if not rows:
             continue
-        head, indent = f"[{name}]  {_one_line(cls.__doc__)}", " " * 6
+        head = f"[{name}]  {_one_line(cls.__doc__)}"
+        indent = " " * 6
         lines += textwrap.wrap(head, columns(PAGE), subsequent_indent=indent)
         for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
@@ -74,15 +75,11 @@ def markdown() -> str:
             out.append("")
     out.append(_FOREIGN_KEYS)
     for key, known in FOREIGN.items():
-        accepted = (
-            "any value"
-            if known.off is None
-            else ", ".join(f"`{toml_value(v)}`" for v in known.off) or "never"
-        )
-        out.append(
-            f"| `{key}` | {accepted} | "
-            f"{known.instead or 'tunes a feature that titanlite does not have'} |"
-        )
+        accepted = "any value"
+        if known.off is not None:
+            accepted = ", ".join(f"`{toml_value(value)}`" for value in known.off) or "never"
+        otherwise = known.instead or "tunes a feature that titanlite does not have"
+        out.append(f"| `{key}` | {accepted} | {otherwise} |")
     return "\n".join(out) + "\n"
 
 
@@ -107,8 +104,9 @@ def _conditions(key: str) -> str:
     text = ""
     for needs in NEEDS[key]:
         lacks = [need.lack for need in needs.conditions if need.key != key]
+        verdict = "Refused" if needs.why else "No effect"
         if lacks:
-            text += f" {'Refused' if needs.why else 'No effect'} {', or '.join(lacks)}."
+            text += f" {verdict} {', or '.join(lacks)}."
     return text
 
 

@@ -23,22 +23,22 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
             above = read_toml(file)
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
-        if unknown := [key for key in above if table and key not in table]:
-            raise UserError(
-                f"{file}: unknown table {', '.join(unknown)}; known: {', '.join(table)}"
-            )
+        unknown = [key for key in above if table and key not in table]
+        if unknown:
+            known = ", ".join(table)
+            raise UserError(f"{file}: unknown table {', '.join(unknown)}; known: {known}")
         _lay_over(table, above, f"{file}: ")
         for section in ("gpu", "node"):
-            if wrong := [
-                name for name, entry in table[section].items() if not isinstance(entry, dict)
-            ]:
-                raise UserError(f"{file}: {section}.{wrong[0]} must be a table")
+            for name, entry in table[section].items():
+                if not isinstance(entry, dict):
+                    raise UserError(f"{file}: {section}.{name} must be a table")
     return table
 
 
 def recognize(name: str, memory: int | None, files: Iterable[Path] = ()) -> str:
     """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
-    words, gpus = set(name.replace("-", " ").split()), hardware_table(files)["gpu"]
+    words = set(name.replace("-", " ").split())
+    gpus = hardware_table(files)["gpu"]
     alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
     # Those of most words are first.
     same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]

@@ -29,14 +29,13 @@ def lists_words(annotation: Any) -> bool:
 
 def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """Describe the values that a type allows."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return legal(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:
-        choices = [
-            f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments
-        ]
-        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+        values = [f'"{value}"' if isinstance(value, str) else f"{value}" for value in arguments]
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if origin is list:
         return f"a list of {legal(*arguments).removeprefix('one of ').replace('a list', 'lists')}"
     if origin is dict:

@@ -26,7 +26,8 @@ def declare(parser: Any, options: Options) -> None:
         how: dict[str, Any] = dict(
             zip(("type", "default", "required"), typed, strict=False), help=about
         )
-        is_optional, usage = usage.startswith("["), usage.strip("[]")
+        is_optional = usage.startswith("[")
+        usage = usage.strip("[]")
         name, _, value = usage.removesuffix(" …").partition(" ")
         is_list = usage.endswith(" …")
         if name.startswith("--"):
@@ -84,10 +85,8 @@ class KeysHelp(Action):
         text = help_text(values)
         if not text:
             close = nearest(values, {part for key in KEYS for part in key.split(".")})
-            raise UserError(
-                f"no config key mentions '{values}'"
-                + (f"; did you mean '{close}'?" if close else "")
-            )
+            hint = f"; did you mean '{close}'?" if close else ""
+            raise UserError(f"no config key mentions '{values}'{hint}")
         if not values:
             parser.print_help()
             print()

@@ -54,9 +54,13 @@ class Stages:
 def fits(schedule: str, ranks: int, stages: int) -> bool:
     """Return whether a schedule runs this many stages on these ranks."""
     each, rest = divmod(stages, ranks)
-    return not rest and (
-        each == 1 if schedule in SINGLE else each == 2 if schedule in V_SHAPED else each >= 2
-    )
+    if schedule in SINGLE:
+        is_right = each == 1
+    elif schedule in V_SHAPED:
+        is_right = each == 2
+    else:
+        is_right = each >= 2
+    return is_right and rest == 0
 
 
 def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
@@ -64,10 +68,9 @@ def number_of_stages(settings: Any, ranks: int, layers: int) -> int:
     if settings.module_fqns_per_model_part:
         return len(settings.module_fqns_per_model_part)
     if settings.pipeline_parallel_layers_per_stage:
-        return ceil(
-            (layers + sum(ends_weigh(settings))) / settings.pipeline_parallel_layers_per_stage
-        )
-    return ranks * (1 if settings.pipeline_parallel_schedule in SINGLE else 2)
+        counted = layers + sum(ends_weigh(settings))
+        return ceil(counted / settings.pipeline_parallel_layers_per_stage)
+    return ranks if settings.pipeline_parallel_schedule in SINGLE else 2 * ranks
 
 
 def fills_stages(settings: Any, ranks: int, layers: int) -> bool:

@@ -21,11 +21,13 @@ def read_toml(file: Path) -> dict[str, Any]:
     """Read a TOML file; a UserError has the mistake in it, without its name."""
     text = ""
     try:
-        if other := _other_format(file):
+        other = _other_format(file)
+        if other:
             raise UserError(
                 f"is {other}; titanlite reads TOML in UTF-8, such as the files in train_configs/"
             )
-        return tomllib.loads(text := file.read_text(encoding="utf-8-sig"))
+        text = file.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -45,9 +47,8 @@ def _other_format(file: Path) -> str:
     start = file.read_bytes()[:4096]
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "text in UTF-16"
-    first = next(
-        (line for line in start.decode(errors="replace").splitlines() if line.strip(" \t#")), ""
-    )
+    lines = start.decode(errors="replace").splitlines()
+    first = next((line for line in lines if line.strip(" \t#")), "")
     if first.startswith("{") or file.suffix == ".json":
         return "JSON"
     if file.suffix in (".yaml", ".yml") or re.match(r"---|[\w.]+:(\s|$)", first):
@@ -94,11 +95,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, Section):
         return toml_value(value.model_dump())
     if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }"
-            if value
-            else "{}"
-        )
+        fields = ", ".join(f"{name} = {toml_value(field)}" for name, field in value.items())
+        return f"{{ {fields} }}" if value else "{}"
     return str(value)
 
 
@@ -108,7 +106,8 @@ def toml_differences(old: str, new: str) -> dict[str, str]:
     def show(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
 
-    before, after = flatten(tomllib.loads(old)), flatten(tomllib.loads(new))
+    before = flatten(tomllib.loads(old))
+    after = flatten(tomllib.loads(new))
     return {
         key: f"{show(before, key)} -> {show(after, key)}"
         for key in sorted(before.keys() | after.keys())
@@ -120,9 +119,8 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat

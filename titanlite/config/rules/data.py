@@ -2,7 +2,7 @@
 
 from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, Training, Validation
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, is_url, split_url
 from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
@@ -26,18 +26,16 @@ def find_batch(refuse: Refuse, config: JobConfig, layout: Layout) -> Batch | Non
     """Return the samples of a step; refuse a global batch that is not a multiple of the smallest
     one.
     """
-    local, total = config.training.local_batch_size, config.training.global_batch_size
+    local = config.training.local_batch_size
+    total = config.training.global_batch_size
     unit = local * layout.data_parallel
     if total == -1 or total % unit == 0:
         return Batch(local, layout.data_parallel, max(1, total // unit))
-    below, above = total // unit * unit, (total // unit + 1) * unit
-    why = (
-        f"must be a multiple of local_batch_size {local} x "
-        f"data-parallel degree {layout.data_parallel} = {unit}"
-    )
-    refuse(
-        "training.global_batch_size", f"{why}; nearest: {f'{below} or ' if below else ''}{above}"
-    )
+    below = total // unit * unit
+    nearest = f"{below} or {below + unit}" if below else f"{unit}"
+    factors = f"local_batch_size {local} x data-parallel degree {layout.data_parallel}"
+    why = f"must be a multiple of {factors} = {unit}; nearest: {nearest}"
+    refuse("training.global_batch_size", why)
     return None
 
 
@@ -49,12 +47,13 @@ def _sequences_fit_the_model(config: JobConfig, shape: ModelDims) -> Refusals:
 
 
 def _chunks_have_tokens(config: JobConfig, layout: Layout) -> Refusals:
-    training, validation = config.training, config.validation
-    shortest = min(training.seq_len, (validation.enable and validation.seq_len) or training.seq_len)
+    shortest = config.training.seq_len
+    if config.validation.enable and config.validation.seq_len:
+        shortest = min(shortest, config.validation.seq_len)
     shortest //= layout.cp
-    if training.loss_chunks > shortest:
-        rank = " on a rank" * (layout.cp > 1)
-        yield "training.loss_chunks", f"a sequence has {shortest} tokens{rank}; at most {shortest}"
+    if config.training.loss_chunks > shortest:
+        tokens = f"{shortest} tokens on a rank" if layout.cp > 1 else f"{shortest} tokens"
+        yield "training.loss_chunks", f"a sequence has {tokens}; at most {shortest}"
 
 
 def _byte_tokenizer_fits_the_vocabulary(config: JobConfig, shape: ModelDims) -> Refusals:
@@ -68,10 +67,13 @@ def _byte_tokenizer_fits_the_vocabulary(config: JobConfig, shape: ModelDims) -> 
 
 
 def _data_sets_have_paths(config: JobConfig) -> Refusals:
-    for section in ("training", "validation") if config.validation.enable else ("training",):
-        view = getattr(config, section)
-        if why := _path_fault(view.dataset, view.dataset_path):
-            yield f"{section}.dataset_path", why
+    sections: dict[str, Training | Validation] = {"training": config.training}
+    if config.validation.enable:
+        sections["validation"] = config.validation
+    for name, section in sections.items():
+        why = _path_fault(section.dataset, section.dataset_path)
+        if why:
+            yield f"{name}.dataset_path", why
 
 
 def _path_fault(name: str, path: str) -> str:
@@ -131,5 +133,6 @@ def _mixtures_add_up(config: JobConfig) -> Refusals:
             f"weights must add up to 1, not {' + '.join(map(str, weights))} = {sum(weights):g}",
         )
     for number, part in enumerate(parts, 1):
-        if why := _path_fault(part.dataset, part.dataset_path):
+        why = _path_fault(part.dataset, part.dataset_path)
+        if why:
             yield "training.mixture", f"entry {number}: {why}"

@@ -68,10 +68,14 @@ def find_layout(
     """
     settings = config.parallelism
     degree = {name: getattr(settings, key) for name, key in DEGREES.items()}
-    shard, others = settings.data_parallel_shard_degree, math.prod(degree.values())
-    ep, experts = settings.expert_parallel_degree, bool(shape and shape.experts)
+    shard = settings.data_parallel_shard_degree
+    others = math.prod(degree.values())
+    ep = settings.expert_parallel_degree
+    experts = bool(shape and shape.experts)
     if not world and shard == -1:
-        shard = ep // math.gcd(ep, degree["cp"] * degree["tp"]) if experts else 1
+        shard = 1
+        if experts:
+            shard = ep // math.gcd(ep, degree["cp"] * degree["tp"])
     world = world or others * shard
     if world % others == 0 and shard in (-1, world // others):
         return Layout(dp_shard=world // others, ep=ep, experts=experts, **degree)
@@ -83,17 +87,18 @@ def find_layout(
     if more:  # which of them is wrong cannot be known
         product = " × ".join([f"{value}", *(f"{key} {number}" for key, number in more)])
         needed = others * max(shard, 1)
-        why = (
-            f"does not divide {ranks}"
-            if shard == -1
-            else f"ranks are needed, and this run has {world}"
-        )
-        how = f" (NGPU={needed} on one node)" * (needed <= 16)
-        why = f"{product} = {needed} {why}; start {needed}{how}, or change a degree"
+        why = f"{product} = {needed} ranks are needed, and this run has {world}"
+        if shard == -1:
+            why = f"{product} = {needed} does not divide {ranks}"
+        start = f"start {needed}"
+        if needed <= 16:
+            start += f" (NGPU={needed} on one node)"
+        why += f"; {start}, or change a degree"
     elif shard != -1:
         why = f"{shard} is not the number of ranks, {world}; use -1 or {world}"
     else:
-        ranks += f" (NGPU={value} starts {value})" * (value > world)
+        if value > world:
+            ranks += f" (NGPU={value} starts {value})"
         why = _does_not_divide(value, ranks, legal_degrees(first, world, config, spec, shape))
     refuse(f"parallelism.{first}", why)
     return None
@@ -114,7 +119,9 @@ def legal_degrees(
         if key == "tensor_parallel_degree":
             sizes += _split_by_tensor_parallel(config, shape).values()
         elif key == "context_parallel_degree":
-            sizes += _split_by_context_parallel(config, shape).values() if spec.core else [1]
+            if not spec.core:
+                return [1]
+            sizes += _split_by_context_parallel(config, shape).values()
         elif key == "pipeline_parallel_degree":
             degrees = divisors(sizes[0]) if world else range(1, shape.layers + 3)
             return [degree for degree in degrees if fills_stages(settings, degree, shape.layers)]
@@ -139,16 +146,21 @@ def _split_by_context_parallel(config: JobConfig, shape: ModelDims) -> dict[str,
     """Return the sizes that a context-parallel degree must divide; 1 where other splits leave
     nothing.
     """
-    settings, sizes = config.parallelism, _split_by_tensor_parallel(config, shape)
-    tp, what = settings.tensor_parallel_degree, ""
+    settings = config.parallelism
+    sizes = _split_by_tensor_parallel(config, shape)
+    unit = settings.tensor_parallel_degree
+    what = ""
     if settings.context_parallel_rotate_method == "allgather":
         sizes = {name: size for name, size in sizes.items() if "tokens" in name}
         if settings.context_parallel_load_balancer == "headtail":
-            tp, what = 2 * tp, " into 2 equal chunks a rank (head and tail)"
-    what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}" * (
-        settings.tensor_parallel_degree > 1
-    )
-    return {f"{size} {name}{what}": 1 if size % tp else size // tp for name, size in sizes.items()}
+            unit *= 2
+            what = " into 2 equal chunks a rank (head and tail)"
+    if settings.tensor_parallel_degree > 1:
+        what += f" for tensor_parallel_degree {settings.tensor_parallel_degree}"
+    parts = dict[str, int]()
+    for name, size in sizes.items():
+        parts[f"{size} {name}{what}"] = 1 if size % unit else size // unit
+    return parts
 
 
 def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
@@ -160,7 +172,8 @@ def _unsplit(spec: ModelSpec, model: Any, shape: ModelDims) -> str:
         return spec.unsplit
     rules = spec.rules(model)
     roles = {rule.tensor for rule in rules} | {"head" for rule in rules if rule.tied}
-    if missing := {"embedding", "head"} - roles:
+    missing = {"embedding", "head"} - roles
+    if missing:
         return f'no row of its table has the role "{min(missing)}"'
     for rule in rules:
         name = rule.pattern.rpartition(".")[2]
@@ -184,22 +197,24 @@ def _tensor_parallel_divides_the_model(
     config: JobConfig, world: int, spec: ModelSpec, model: Any, shape: ModelDims
 ) -> Refusals:
     tp = config.parallelism.tensor_parallel_degree
-    if tp > 1 and (why := _unsplit(spec, model, shape)):
-        yield "parallelism.tensor_parallel_degree", f"{spec.name} cannot be split: {why}; legal: 1"
+    if tp == 1:
+        return
+    key = "parallelism.tensor_parallel_degree"
+    why = _unsplit(spec, model, shape)
+    if why:
+        yield key, f"{spec.name} cannot be split: {why}; legal: 1"
         return
     legal = legal_degrees("tensor_parallel_degree", world, config, spec, shape)
     for what, size in _split_by_tensor_parallel(config, shape).items():
         if size % tp:
-            yield (
-                "parallelism.tensor_parallel_degree",
-                _does_not_divide(tp, f"{size} {what}", legal),
-            )
+            yield key, _does_not_divide(tp, f"{size} {what}", legal)
 
 
 def _context_parallel_divides_the_sequence(
     config: JobConfig, world: int, spec: ModelSpec, shape: ModelDims
 ) -> Refusals:
-    cp, key = config.parallelism.context_parallel_degree, "context_parallel_degree"
+    cp = config.parallelism.context_parallel_degree
+    key = "context_parallel_degree"
     if cp > 1 and not spec.core:
         why = spec.unsplit or (
             "its ModelSpec names no core, the part of attention that would have to see the "
@@ -249,15 +264,15 @@ def _resharding_splits_the_sharding_ranks(config: JobConfig, layout: Layout) -> 
         return
     legal = [d for d in divisors(layout.fsdp) if 1 < d < layout.fsdp]
     if layout.tp * layout.ep > 1:
-        what = (
-            "matrices that tensor parallel splits"
-            if layout.tp > 1
-            else "experts that expert parallel splits"
-        )
+        what = "experts that expert parallel splits"
+        if layout.tp > 1:
+            what = "matrices that tensor parallel splits"
         why = f"FSDP2 keeps {what} on all sharding ranks or on one"
         yield "parallelism.fsdp_reshard_after_forward", f'{why}; use "always" or "never"'
     elif reshard not in legal:
-        instead = f"legal: {', '.join(map(str, legal))}" if legal else 'use "always" or "never"'
+        instead = f"legal: {', '.join(map(str, legal))}"
+        if not legal:
+            instead = 'use "always" or "never"'
         yield (
             "parallelism.fsdp_reshard_after_forward",
             f"must split {layout.fsdp} sharding ranks; {instead}",
@@ -286,10 +301,10 @@ def _compiler_honors_the_memory_budget(config: JobConfig) -> Refusals:
 
 
 def _recomputation_finds_blocks(config: JobConfig, shape: ModelDims) -> Refusals:
-    settings, layers = config.activation_checkpoint, shape.layers
+    settings = config.activation_checkpoint
     option = settings.selective_ac_option
-    if settings.mode == "selective" and option != "op" and int(option) > layers:
-        why = f"the model has {layers} blocks; at most {layers}"
+    if settings.mode == "selective" and option != "op" and int(option) > shape.layers:
+        why = f"the model has {shape.layers} blocks; at most {shape.layers}"
         yield "activation_checkpoint.selective_ac_option", why
 
 
@@ -300,7 +315,8 @@ def _float8_can_multiply(config: JobConfig) -> Refusals:
 
 
 def _float8_fills_its_rows(config: JobConfig, layout: Layout) -> Refusals:
-    float8, training = config.quantize.linear.float8, config.training
+    float8 = config.quantize.linear.float8
+    training = config.training
     tokens = training.local_batch_size * training.seq_len // layout.cp
     if (
         float8.enable
@@ -308,25 +324,22 @@ def _float8_fills_its_rows(config: JobConfig, layout: Layout) -> Refusals:
         and float8.recipe_name != "rowwise_with_gw_hp"
         and not float8.emulate
     ):
-        rank = " / context_parallel_degree" * (layout.cp > 1)
-        why = (
-            "a weight gradient sums over "
-            f"training.local_batch_size x training.seq_len{rank} = {tokens} tokens"
-        )
+        size = "training.local_batch_size x training.seq_len"
+        if layout.cp > 1:
+            size += " / context_parallel_degree"
+        why = f"a weight gradient sums over {size} = {tokens} tokens"
         yield _FLOAT8 + "enable", f"{why}, which must be a multiple of 16; change one of the two"
 
 
 def _float8_can_be_gathered(config: JobConfig) -> Refusals:
-    float8, key = config.quantize.linear.float8, _FLOAT8 + "enable_fsdp_float8_all_gather"
-    if not float8.enable:
+    float8 = config.quantize.linear.float8
+    if not (float8.enable and float8.enable_fsdp_float8_all_gather):
         return
-    if float8.enable_fsdp_float8_all_gather:
-        if float8.recipe_name != "tensorwise":
-            why = (
-                f'"{float8.recipe_name}" scales rows, '
-                "and a shard does not see the rows of other shards"
-            )
-            yield key, f'{why}; remove the key, or use recipe_name = "tensorwise"'
-        if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
-            why = f"weights that stay sharded over some ranks lose their float8 form; with {key}"
-            yield "parallelism.fsdp_reshard_after_forward", f'{why} use "always" or "never"'
+    key = _FLOAT8 + "enable_fsdp_float8_all_gather"
+    if float8.recipe_name != "tensorwise":
+        rows = f'"{float8.recipe_name}" scales rows'
+        why = f"{rows}, and a shard does not see the rows of other shards"
+        yield key, f'{why}; remove the key, or use recipe_name = "tensorwise"'
+    if isinstance(config.parallelism.fsdp_reshard_after_forward, int):
+        why = f"weights that stay sharded over some ranks lose their float8 form; with {key}"
+        yield "parallelism.fsdp_reshard_after_forward", f'{why} use "always" or "never"'

@@ -24,8 +24,9 @@ from titanlite.config.stages import (
 from titanlite.layout import Batch, Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec
 
-_PIPELINE, _FSDP = "parallelism.pipeline_parallel_", "parallelism.fsdp_"
-_SCHEDULE, _NAMES = f"{_PIPELINE}schedule", "parallelism.module_fqns_per_model_part"
+_PIPELINE = "parallelism.pipeline_parallel_"
+_SCHEDULE = f"{_PIPELINE}schedule"
+_NAMES = "parallelism.module_fqns_per_model_part"
 
 
 def check_stages(
@@ -55,7 +56,7 @@ def bare_stages(stages: Stages, blocks: str) -> str:
     layers = [sum(name.startswith(f"{blocks}.") for name in names) for names in stages.names]
     bare = [f"{stage}" for stage, number in enumerate(layers) if not number]
     why = f"have none of the {sum(layers)} layers, so their ranks mostly wait"
-    return f"stages {_listed(bare)} of {len(layers)} {why}" * bool(bare)
+    return f"stages {_listed(bare)} of {len(layers)} {why}" if bare else ""
 
 
 def _listed(values: Iterable[object]) -> str:
@@ -120,31 +121,33 @@ def _find_modules(
     """
     settings = config.parallelism
     layers = shape.layers
-    stages = number
     modules = [*spec.before, *(f"{spec.blocks}.{i}" for i in range(layers)), *spec.after]
     if layout.pp > 1 and settings.module_fqns_per_model_part:
         return _named_modules(refuse, settings.module_fqns_per_model_part, modules, spec)
-    if not stages:
+    if not number:
         return None
     first, last = ends_weigh(settings)
-    if split := split_layers(layers, stages, first, last):
+    split = split_layers(layers, number, first, last)
+    if split:
         starts = [len(spec.before) + part.start for part in split[1:]]
         return tuple(
             tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)])
         )
-    each = (layers + first + last) // stages
+    each = (layers + first + last) // number
     counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
-    why = f"{counted} give {stages} stages {each} or {each + 1}"
+    why = f"{counted} give {number} stages {each} or {each + 1}"
     if not each:
         order = f"{settings.pipeline_parallel_schedule} at degree {layout.pp}"
         legal = legal_degrees("pipeline_parallel_degree", world, config, spec, shape)
-        why = f"{order} makes {stages} stages; {counted} leave some of them empty"
+        why = f"{order} makes {number} stages; {counted} leave some of them empty"
         refuse(f"{_PIPELINE}degree", f"{why}; legal: {_listed(legal)}")
-    for end, weight in (("first", first), ("last", last)):
-        if 0 < each < weight:
-            ends = {n: (n, last) if end == "first" else (first, n) for n in range(layers + 1)}
-            legal = [n for n, both in ends.items() if split_layers(layers, stages, *both)]
-            refuse(f"{_PIPELINE}{end}_stage_less_layers", f"{why}; legal: {_listed(legal)}")
+    weights = range(layers + 1)
+    if 0 < each < first:
+        legal = [weight for weight in weights if split_layers(layers, number, weight, last)]
+        refuse(f"{_PIPELINE}first_stage_less_layers", f"{why}; legal: {_listed(legal)}")
+    if 0 < each < last:
+        legal = [weight for weight in weights if split_layers(layers, number, first, weight)]
+        refuse(f"{_PIPELINE}last_stage_less_layers", f"{why}; legal: {_listed(legal)}")
     return None
 
 
@@ -162,16 +165,12 @@ def _named_modules(
         "without modules": [f"stage {number}" for number, names in enumerate(named) if not names],
     }
     if not any(faults.values()):
-        faults = {
-            "not in the model's order": [a for a, b in zip(given, modules, strict=True) if a != b][
-                :1
-            ]
-        }
+        moved = [name for name, right in zip(given, modules, strict=True) if name != right]
+        faults = {"not in the model's order": moved[:1]}
     if not any(faults.values()):
         return tuple(map(tuple, named))
-    refuse(
-        _NAMES, "; ".join(f"{what}: {_listed(names)}" for what, names in faults.items() if names)
-    )
+    why = [f"{what}: {_listed(names)}" for what, names in faults.items() if names]
+    refuse(_NAMES, "; ".join(why))
     return None
 
 
@@ -191,9 +190,11 @@ def _stages(
 
 
 def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: Stages) -> Refusals:
-    pp, training = layout.pp, config.training
-    n, step = stages.micro_batches, training.local_batch_size // stages.size
-    needed, legal = "", list[int]()
+    pp = layout.pp
+    n = stages.micro_batches
+    step = config.training.local_batch_size // stages.size
+    needed = ""
+    legal = list[int]()
     if stages.schedule in ("1F1B", "DualPipeV") and n < len(stages.names):
         needed = f"as many micro-batches as stages ({len(stages.names)}) or more"
         legal = [ceil(len(stages.names) / step) * step]
@@ -210,7 +211,8 @@ def _schedule_has_its_micro_batches(config: JobConfig, layout: Layout, stages: S
 
 
 def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> Refusals:
-    schedule, compiler = config.parallelism.pipeline_parallel_schedule, config.compile
+    compiler = config.compile
+    schedule = config.parallelism.pipeline_parallel_schedule
     if layout.pp == 1 or schedule not in SPLIT_BACKWARD:
         return
     instead = "use Interleaved1F1B or LoopedBFS"
@@ -230,7 +232,8 @@ def _tied_weights_are_on_two_ranks(
 ) -> Refusals:
     if layout.pp == 1 or len(stages.names) - 1 not in next(of for of in stages.ranks if 0 in of):
         return
-    if tied := [rule.pattern for rule in spec.rules(model) if rule.tied]:
+    tied = [rule.pattern for rule in spec.rules(model) if rule.tied]
+    if tied:
         why = (
             "the first and the last stage are on one rank, "
             f"and {_listed(tied)} would be there twice"
@@ -244,4 +247,7 @@ def _groups_fit_the_stages(
     size = config.parallelism.fsdp_blocks_per_group
     most = max(sum(name.startswith(f"{spec.blocks}.") for name in names) for names in stages.names)
     if layout.pp > 1 and most < size <= shape.layers:
-        yield f"{_FSDP}blocks_per_group", f"the largest stage has {most} blocks; at most {most}"
+        yield (
+            "parallelism.fsdp_blocks_per_group",
+            f"the largest stage has {most} blocks; at most {most}",
+        )

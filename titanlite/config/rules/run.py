@@ -85,7 +85,8 @@ def find_model(
     refuse: Refuse, config: JobConfig, spec: ModelSpec
 ) -> tuple[ModelSpec, Any, ModelDims] | None:
     """Return the spec of the flavor, the flavor with its overrides, and its dimensions."""
-    flavor, overrides = config.model.flavor, config.model.overrides
+    flavor = config.model.flavor
+    overrides = config.model.overrides
     is_legal = flavor in spec.flavors or (flavor == "hf" and overrides)
     key = "model.overrides" if is_legal else "model.flavor"
     try:
@@ -174,7 +175,8 @@ def _optimizer_has_the_keys(
 
 def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
     schedule = config.lr_scheduler
-    total, warmup = schedule.total_steps or config.training.steps, schedule.warmup_steps
+    total = schedule.total_steps or config.training.steps
+    warmup = schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0))
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
@@ -189,15 +191,13 @@ def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
 
 def long_warmup(config: JobConfig) -> str:
     """Return a line about a warm-up that the run does not finish, or an empty string."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    steps = min(steps, schedule.total_steps or steps)
+    schedule = config.lr_scheduler
+    steps = min(config.training.steps, schedule.total_steps or config.training.steps)
     if schedule.warmup_steps <= steps:
         return ""
-    rises = (
-        f"the learning rate rises in all {steps} steps"
-        if steps > 1
-        else "its only step has a low learning rate"
-    )
+    rises = f"the learning rate rises in all {steps} steps"
+    if steps == 1:
+        rises = "its only step has a low learning rate"
     return f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the run: {rises}"
 
 
