@@ -16,6 +16,7 @@ import torch
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded
+from titanlite.config.pipeline_order import bubble
 from titanlite.config.schema import with_values
 from titanlite.config.section import value_of
 from titanlite.layout import divisors
@@ -58,6 +59,11 @@ class Candidate:
     peak: int
     speed: Speed
 
+    @property
+    def seconds(self) -> float:
+        """The bound of a step, with what a pipeline's ranks wait."""
+        return _with_bubble(self.job, self.speed.bound)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -79,19 +85,19 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
     fitting, too_large = list[Candidate](), list[Job]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
     needed = inf, ""
-    legal = list[tuple[Any, Settings, Job]]()
+    legal = list[tuple[tuple[Any, ...], Settings, Job]]()
     for settings in space(job, hardware):
         state = model.state * settings[REPLICATE] / job.layout.world
         if state > hardware.usable_bytes:
             counts["ruled out"] += 1
             needed = min(needed, (state, "parameters, gradients and optimizer state alone"))
         elif other := changed(job, settings):
-            legal.append(((model.bound(other, hardware), _demand(other)), settings, other))
+            legal.append((_first(other, model.bound(other, hardware)), settings, other))
     legal.sort(key=lambda one: one[0])
     with FakeWorld() as world:
-        for ((bound, _), _), settings, other in track(legal, len(legal), "layouts"):
-            slowest = fitting[most - 1].speed.bound if len(fitting) >= most else inf
-            if bound > slowest or any(_needs_no_less(other, large) for large in too_large):
+        for order, settings, other in track(legal, len(legal), "layouts"):
+            slowest = fitting[most - 1].seconds if len(fitting) >= most else inf
+            if order[0] > slowest or any(_needs_no_less(other, large) for large in too_large):
                 counts["ruled out"] += 1
                 continue
             if counts["rehearsed"] and time.monotonic() > end:
@@ -103,7 +109,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             if hardware.fits(full.peak, full.at_peak["host"]):
                 speed = speed_of_job(other, ranks, hardware)
                 fitting.append(Candidate(settings, other, full.peak, speed))
-                fitting.sort(key=lambda one: (one.speed.order, one.peak))
+                fitting.sort(key=lambda one: (one.seconds, one.speed.order, one.peak))
             else:
                 too_large.append(other)
                 needed = min(needed, (full.peak, f"{other.layout}, rehearsed,"))
@@ -215,6 +221,18 @@ class _Model:
         of_rank = Counter({product: int(flops * tokens / part)})
         totals = Totals({}, {}, of_rank, Counter(), sent, sent)
         return speed_of(totals, layout, hardware, tokens=1).order
+
+
+def _with_bubble(job: Job, seconds: float) -> float:
+    return seconds / (1 - bubble(job.stages)) if job.layout.pp > 1 else seconds
+
+
+def _first(job: Job, bound: tuple[float, float]) -> tuple[Any, ...]:
+    """Return what sorts a job before its rehearsal: by bound; of equal ones those that recompute
+    something come first, since they are likelier to fit, then those that communicate less.
+    """
+    recomputes = job.config.activation_checkpoint.mode != "none"
+    return _with_bubble(job, bound[0]), not recomputes, bound[1], _demand(job)
 
 
 def _demand(job: Job) -> tuple[int, ...]:

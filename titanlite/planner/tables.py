@@ -130,7 +130,7 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
 
     rows = []
     for number, one in enumerate(found.best, 1):
-        bound = Number(one.speed.bound, 3)
+        bound = Number(one.seconds, 3)
         rows.append((Number(number), gib(one.peak), bound, one.speed.binding, _name(one)))
     header = ("", "GiB", "bound s", "by", "plan")
     title = f"The fastest that fit on {world} x {hardware.name}, of {seen}"
