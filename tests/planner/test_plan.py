@@ -169,7 +169,7 @@ def test_what_a_search_writes_is_a_config_to_lay_over(tmp_path, capsys):
     search = f"--gpu h100-80g --search --max-seconds 5 --out {best}".split()
     assert main(["plan", *given, *search, "--training.global_batch_size=8"]) == 0
     (header, first, *_) = capsys.readouterr().out.splitlines()[1:]
-    assert "bound s" in header and float(first.split()[2]) > 0
+    assert "bound s" in header and "batch" in first
     assert main(["config", *given, "--config", "debug.toml", best]) == 0
 
 
