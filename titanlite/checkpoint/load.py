@@ -31,11 +31,17 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.checkpoint.read import dtype_of, read
-from titanlite.checkpoint.resume import DATA, Resume, excluded
+from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.root import newest_of
-from titanlite.checkpoint.rules import differences, require_step
+from titanlite.checkpoint.rules import (
+    DATA,
+    check_exclude_patterns,
+    differences,
+    excluded,
+    require_step,
+)
 from titanlite.checkpoint.state import TrainingState
-from titanlite.errors import UserError, nearest, some_of
+from titanlite.errors import UserError, some_of
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime.bucket import is_remote, place
 from titanlite.runtime.distributed import gather_objects, rank_in
@@ -207,16 +213,6 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         read(folder, resume.manifest, tensors, group)
     if resume.continues:
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
-
-
-def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
-    """Raise for a pattern that matches nothing."""
-    for pattern in patterns:
-        if not any(excluded(name, [pattern]) for name in names):
-            close = nearest(pattern, names)
-            more = f', optimizer.NAME.KEY and "{DATA}"' if DATA in names else " alone"
-            hint = f"did you mean {close}?" if close else f"there is model.NAME{more}"
-            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
 
 def _describe(dtype: str, shape: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from titanlite.checkpoint.manifest import (
     Position,
     read_document,
 )
-from titanlite.checkpoint.rules import batch_changes, excluded
+from titanlite.checkpoint.rules import DATA, batch_changes, excluded
 from titanlite.config.job import Job
 from titanlite.config.schema import Lora
 from titanlite.config.toml import to_toml, toml_differences, tomllib
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
     from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 
-DATA = "data"
-"""Stands for the position in the data in checkpoint.exclude_from_loading."""
 ALPHA = "lora.alpha"
 _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "generate.")
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import Training
-from titanlite.errors import UserError, some_of
+from titanlite.errors import UserError, nearest, some_of
 from titanlite.layout import Batch
 from titanlite.registry import ModelSpec
 
 _FIELD = "model.overrides."
+DATA = "data"
+"""Stands for the position in the data in checkpoint.exclude_from_loading."""
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -23,6 +25,16 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
     state.
     """
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
+
+
+def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
+    """Raise for a pattern that matches nothing."""
+    for pattern in patterns:
+        if not any(excluded(name, [pattern]) for name in names):
+            close = nearest(pattern, names)
+            more = f', optimizer.NAME.KEY and "{DATA}"' if DATA in names else " alone"
+            hint = f"did you mean {close}?" if close else f"there is model.NAME{more}"
+            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
 
 def check_model(

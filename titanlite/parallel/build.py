@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +19,20 @@ from titanlite.parallel.lora import adapt
 from titanlite.registry import ModelSpec, Rule, assign
 
 if TYPE_CHECKING:
-    from titanlite.parallel.convert import Converter
     from titanlite.parallel.mesh import Mesh
+
+
+class Converter(Protocol):
+    """Built with the Job on every rank.
+
+    Its method `apply(model, context)`, if there is one, is called instead of `convert`.
+    """
+
+    def convert(self, model: nn.Module) -> list[str]:
+        """Swap layers of the whole model on the meta device; return lines for the log."""
+
+    def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
+        """React to new weights: before the first step and after each one."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Context:
     table: dict[str, Rule]
     """The row of every parameter of the whole model."""
     device: torch.device
-    converters: Sequence["Converter"] = ()
+    converters: Sequence[Converter] = ()
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
         """Return a part's blocks by their number in the whole model."""

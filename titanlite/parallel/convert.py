@@ -4,30 +4,15 @@ A converter leaves every parameter in place under its name: checkpoints and the 
 to parameters by name.
 """
 
-from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Protocol
 
 from torch import nn
 
 from titanlite.config.job import Job
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.errors import UserError
-from titanlite.parallel.build import Context, shared_names
+from titanlite.parallel.build import Context, Converter, shared_names
 from titanlite.registry import find_converter
-
-
-class Converter(Protocol):
-    """Built with the Job on every rank.
-
-    Its method `apply(model, context)`, if there is one, is called instead of `convert`.
-    """
-
-    def convert(self, model: nn.Module) -> list[str]:
-        """Swap layers of the whole model on the meta device; return lines for the log."""
-
-    def after_optimizer_step(self, parts: Sequence[nn.Module]) -> None:
-        """React to new weights: before the first step and after each one."""
 
 
 def build_converters(job: Job) -> list[Converter]:

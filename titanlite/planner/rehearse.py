@@ -29,8 +29,8 @@ from titanlite.models.common.attention import causal_rows
 from titanlite.models.transformers.kernels import torch_functions
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
 from titanlite.parallel import expert_parallel, tensor_parallel
-from titanlite.parallel.build import Context, build_model
-from titanlite.parallel.convert import Converter, build_converters
+from titanlite.parallel.build import Context, Converter, build_model
+from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
 from titanlite.parallel.mesh import Mesh

@@ -7,34 +7,36 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from titanlite.errors import UserError, nearest
 
-if TYPE_CHECKING:
-    from titanlite.registry.model import ModelSpec
 
+def configured(
+    model: str,
+    flavors: Mapping[str, Any],
+    flavor: str,
+    overrides: Mapping[str, Any],
+    reads_folders: bool,
+) -> Any:
+    """Return the config of a model's flavor with some fields replaced.
 
-def configured(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:
-    """Return the flavor's config with some fields replaced.
-
-    An error names all that do not fit.
+    An error names all that do not fit. A model that reads Hugging Face folders has the flavor "hf".
     """
     from pydantic import ValidationError
 
-    legal = [*spec.flavors]
-    if spec.hf and spec.hf.fields:  # the overrides of flavor hf give all fields
+    legal = [*flavors]
+    if reads_folders:  # the overrides of flavor hf give all fields
         legal.append("hf")
     if flavor not in legal:
         hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
-        raise UserError(
-            f'unknown flavor "{flavor}" of {spec.name}; {hint}legal: {", ".join(legal)}'
-        )
-    base, unknown = spec.flavors.get(flavor), list[str]()
-    cls = type(base or next(iter(spec.flavors.values())))
+        raise UserError(f'unknown flavor "{flavor}" of {model}; {hint}legal: {", ".join(legal)}')
+    base = flavors.get(flavor)
+    unknown = list[str]()
+    cls = type(base or next(iter(flavors.values())))
     values = _merged(cls, base and dataclasses.asdict(base), overrides, "", unknown)
     if unknown:
-        raise UserError(f"{spec.name} has no field {', '.join(unknown)}")
+        raise UserError(f"{model} has no field {', '.join(unknown)}")
     try:
         return _adapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:

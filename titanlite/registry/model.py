@@ -197,7 +197,8 @@ class ModelSpec:
 
         An error names all that do not fit.
         """
-        return configured(self, flavor, overrides)
+        reads_folders = bool(self.hf and self.hf.fields)
+        return configured(self.name, self.flavors, flavor, overrides, reads_folders)
 
     def of(self, model_config: Any) -> ModelSpec:
         """Return the model's spec for a flavor, where names of its modules depend on it."""

@@ -133,7 +133,7 @@ def register_converter(name: str, build: str) -> None:
     """Register a converter for model.converters.
 
     `build` is "package.module:Class", imported late and called with the Job; see
-    titanlite/parallel/convert.py.
+    titanlite/parallel/build.py.
     """
     _converters.items[name] = build
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from titanlite.data.sources import Place, Source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.parallel.convert import Converter
+from titanlite.parallel.build import Converter
 from titanlite.registry import Rule
 
 

@@ -15,10 +15,9 @@ import torch.distributed.checkpoint as dcp
 from titanlite.checkpoint.commit import Content, Writer, alone, to_json
 from titanlite.checkpoint.hf.files import Reader
 from titanlite.checkpoint.hf.names import Translation
-from titanlite.checkpoint.load import check_exclude_patterns
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
 from titanlite.checkpoint.plan import Planner, nested
-from titanlite.checkpoint.resume import excluded
+from titanlite.checkpoint.rules import check_exclude_patterns, excluded
 from titanlite.config.config_json import complete, config_faults, read_config
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.dtensor import box_of, local_part
