@@ -143,7 +143,7 @@ def test_of_half_a_run_there_is_what_its_files_have(run, tool):
     for line in lines:
         line.pop("memory_gib", None)
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 11, "lo')
-    says(tool("top", run), "no plan")
+    says(tool("top", run), "not measured yet")
     tool("report", run)
     assert (run / "report.html").exists()
     file.write_text("")
