@@ -70,12 +70,12 @@ def test_what_is_written_follows_the_umask(tool, tmp_path):
         tool("checkpoint export", folder, tmp_path / "plain", *plain)
         tool("data prepare", text, "--out", tmp_path / "shards")
         tool("plot", folder, "--out", tmp_path / "plot.png")
-        tool("plot", folder, "--out", tmp_path / "plot.html")
+        tool("plot", folder, "--out", tmp_path / "plot.svg")
         tool("plan --config debug.toml --world=1 --gpu=h100-80g --html", tmp_path / "plan.html")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    kinds = ".safetensors .log .jsonl .json .toml .bin .npy .png .html".split()
+    kinds = ".safetensors .log .jsonl .json .toml .bin .npy .png .svg .html".split()
     assert {path.suffix for path in files} >= {*kinds}
     assert [path for path in files if path.stat().st_mode & 0o777 != 0o640] == []
 
