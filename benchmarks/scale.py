@@ -139,8 +139,14 @@ def checkpoint(ranks: int) -> dict[str, float]:
 def shards(ranks: int) -> dict[str, float]:
     """A source of as many listed shards as ranks."""
     listed = [{"file": f"tokens-{number:06}.bin", "tokens": 1 << 30} for number in range(ranks)]
-    document = {"fingerprint": "x", "content": "x", "state": "", "end": 9, "vocab_size": 1 << 17}
-    document["shards"] = listed
+    document = {
+        "fingerprint": "x",
+        "content": "x",
+        "state": "",
+        "end": 9,
+        "vocab_size": 1 << 17,
+        "shards": listed,
+    }
     with TemporaryDirectory() as name:
         Path(name, MANIFEST).write_text(json.dumps(document))
         path = Path(name)
