@@ -30,6 +30,7 @@ def tuned(train, tmp_path) -> Path:
     return tmp_path / "tuned"
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_adapters_and_resumes_on_any_mesh_beside_its_base(train, tuned):
     base = tuned.with_name("base")
     manifest = read_manifest(find_checkpoint(tuned))

@@ -206,6 +206,7 @@ def drawn_at_start(argv: list[str], folder: str) -> list[str]:
     return names
 
 
+@pytest.mark.long
 def test_no_initial_values_are_drawn_where_a_checkpoint_follows(train, pool, tmp_path):
     for ranks in pool.run(drawn_at_start, SAVING, str(tmp_path), world=2):
         assert "norm.weight" in ranks and ranks[-1] == "compared"

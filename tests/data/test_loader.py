@@ -52,6 +52,7 @@ def read(data: Windows, ranks: int, accumulation: int = 1, **given) -> str:
     return "".join(letters(step) for step in zip(*per_rank, strict=True))
 
 
+@pytest.mark.long
 def test_the_order_is_the_same_on_any_ranks_workers_and_accumulation(windows):
     data = windows(True)
     expected = read(data, 1, steps=3)

@@ -32,6 +32,7 @@ INJURED = [*SAVING, "--model.package=injured"]
 ALL_STEPS = [*range(1, 9)]
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_replaced_and_the_run_equals_one_that_was_never_disturbed(pool, tmp_path):
     pool.run(run_to_end, SAVING, str(tmp_path / "whole"), world=2)
     killed = run(INJURED, tmp_path / "killed", 2, INJURY="kill:backward:1:6")

@@ -38,6 +38,7 @@ def installed(tmp_path, monkeypatch):
     sys.modules.pop(PACKAGE, None)
 
 
+@pytest.mark.long
 def test_a_class_is_probed_and_planned_by_torchs_functions(installed):
     given = job([*of("mamba2"), "--training.loss_chunks=2", "--compile.enable"], 1)
     assert probe.probe(as_json(given.model_config))["compiles"] == "yes"

@@ -18,6 +18,7 @@ from titanlite.planner.tables import report
 OFFLOAD = [*TINY, "--training.enable_cpu_offload"]
 
 
+@pytest.mark.long
 def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_used():
     given = job(OFFLOAD, 2)
     kept, recording = static_bytes(given), record_step(given)

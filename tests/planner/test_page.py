@@ -73,6 +73,7 @@ def written(plan: Plan, folder: Path) -> tuple[Path, str]:
     return path, path.read_text()
 
 
+@pytest.mark.long
 def test_the_tables_have_every_number_of_the_plan(plan, tmp_path):
     _, page = written(plan, tmp_path)
     assert_tables_say(page, plan)

@@ -94,6 +94,7 @@ def test_a_launcher_with_threads_starts_interpreters_and_says_why(tmp_path):
     assert len(done.losses) == 3
 
 
+@pytest.mark.long
 def test_a_start_and_a_restart_of_ranks_import_nothing(tmp_path):
     argv = [word for word in TINY if word != "--checkpoint.no_enable"]
     argv += ["--checkpoint.enable", "--checkpoint.interval=1", "--model.package=importing"]

@@ -76,6 +76,7 @@ def test_a_small_model_has_one_thread_unless_the_user_gave_another_number(saved,
         torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", ["load", "generate"])
 def test_threads_wait_without_spinning_where_a_saved_model_runs(saved, code):
     """OpenMP reads how they wait when torch is imported."""

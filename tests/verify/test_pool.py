@@ -95,6 +95,7 @@ def has_loaded(module: str) -> bool:
     return module in sys.modules
 
 
+@pytest.mark.long
 def test_ranks_have_the_preloaded_modules_whatever_fork_server_ran_first():
     earlier = get_context("forkserver").Process(target=int)
     earlier.start()
