@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory) -> Run:
     return run(ARGV, tmp_path_factory.mktemp("undisturbed"), ranks=2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     url, here, undisturbed, tmp_path
 ):

@@ -24,7 +24,9 @@ from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
 
 
-@pytest.mark.parametrize("store", sample(["s3", "gs", "az", "seaweedfs"]), indirect=True)
+@pytest.mark.parametrize(
+    "store", sample(["s3", "gs", "az", "seaweedfs"], nightly=["az", "seaweedfs"]), indirect=True
+)
 def test_a_run_that_lost_its_disk_goes_on_from_the_bucket_in_the_same_bits(
     train, straight, url, tmp_path
 ):
