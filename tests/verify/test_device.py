@@ -23,7 +23,7 @@ BY_NAME = {f"{row.layout} {row.precision}": row for row in OF_DEVICE if row.mesh
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(2))])
-@pytest.mark.parametrize("name", sample(BY_NAME, "tp2 bfloat16", long=[], nightly=["ep2 bfloat16"]))
+@pytest.mark.parametrize("name", sample(BY_NAME, long=["tp2 bfloat16"], nightly=["ep2 bfloat16"]))
 def test_a_row_equals_one_process_in_float64(pool, name, device):
     row = BY_NAME[name]
     argv = EXPERTS if row.mesh.ep > 1 else []

@@ -68,6 +68,7 @@ def test_a_dead_rank_is_named_where_another_was_heard_first(small):
     assert str(caught.value).startswith("rank 1")
 
 
+@pytest.mark.long
 def test_dead_and_late_ranks_are_named_and_the_pool_recovers(small, tmp_path):
     with refused("rank 1 died", "-9", kind=RankFailed):
         small.run(misbehave, 1, "die", world=2)
