@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, make_dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -110,6 +111,11 @@ class TransformersSpec(ModelSpec):
     def remark(self, model_config: Any) -> str:
         answers = [f"{name} {answer}" for name, answer in _answers(model_config).items()]
         return "a small instance of the class was tried: " + ", ".join(answers)
+
+    def on_cpu(self) -> AbstractContextManager[None]:
+        from titanlite.models.transformers.kernels import torch_functions
+
+        return torch_functions()
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

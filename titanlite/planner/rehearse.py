@@ -26,7 +26,6 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
-from titanlite.models.transformers.kernels import torch_functions
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
 from titanlite.parallel import expert_parallel, tensor_parallel
 from titanlite.parallel.build import Context, Converter, build_model
@@ -86,7 +85,7 @@ def rehearse(
     sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
     # Sent tensors are let go by a rank's last event, all at once, except on CUDA.
     is_short = not whole and (as_on_cuda or job.layout.pp == 1)
-    with _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
+    with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
         for part in parts:
             allocate(part, context.device)
         no_decay = config.optimizer.no_decay
@@ -122,7 +121,6 @@ def _rehearsing(
 ) -> Iterator[None]:
     with (
         _naming_what_fails(parts),
-        torch_functions(),
         stand_ins.as_on_cuda(parts) if as_on_cuda else nullcontext(),
         holding_what_is_sent() if is_pipeline and not as_on_cuda else nullcontext(),
         fake_tensor_mode(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -211,6 +212,10 @@ class ModelSpec:
     def remark(self, model_config: Any) -> str:
         """Return a line about the model for the start of a run."""
         return ""
+
+    def on_cpu(self) -> AbstractContextManager[None]:
+        """Return a context in which the model calls nothing that takes no tensors of a CPU."""
+        return nullcontext()
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
         """Return a new instance of the model, on torch's default device."""
