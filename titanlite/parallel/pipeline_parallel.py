@@ -228,7 +228,7 @@ class Pipeline:
         Return that loss, zero without the last stage.
         """
         self.step = step
-        self.valid_tokens = valid_tokens.clamp(min=1)
+        self.valid_tokens = valid_tokens
         self.micro_batches = []
         for batch in micro_batches:
             self.micro_batches += batch.split(self.job.stages.size)

@@ -83,7 +83,7 @@ def _prepare(arguments: Namespace) -> int:
         with progress_bar("bytes") as report:
             manifest = prepare(documents, *options, report, print_notice)
     finally:
-        lock_file.unlink()
+        lock_file.unlink(missing_ok=True)
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]

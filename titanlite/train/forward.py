@@ -89,7 +89,7 @@ class WholeModel:
             self._sync(is_last=number == len(micro_batches) - 1)
             self.reseed(step, number)
             with phase("forward"):
-                loss = self.loss(self.model, batch, batch.tokens) / valid_tokens.clamp(min=1)
+                loss = self.loss(self.model, batch, batch.tokens) / valid_tokens
             with phase("backward"):
                 loss.backward()
             total += loss.detach()

@@ -60,7 +60,8 @@ class StepRunner:
 
         Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
         """
-        total = self.model.gradients(step, micro_batches, valid_tokens)
+        # At least one: a batch without any has no loss.
+        total = self.model.gradients(step, micro_batches, valid_tokens.clamp(min=1))
         for sum_gradients in self.after_backward:
             sum_gradients()
         return total
