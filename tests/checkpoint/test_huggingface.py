@@ -450,6 +450,24 @@ def test_a_last_export_that_fails_is_known_to_all_ranks_and_leaves_the_saved_ste
     assert "step-3" in names and not [name for name in names if "hf" in name]
 
 
+def test_an_export_replaces_an_older_one_only_once_it_is_whole(tmp_path):
+    def fail(name: str) -> torch.Tensor:
+        raise OSError(28, "full")
+
+    older = tmp_path / "out/older"
+    older.parent.mkdir()
+    older.touch()
+    given = job(TINY, 1)
+    translation = Translation(given.spec, given.model_config)
+    tensors = translation.hf_tensors(torch.float32)
+    with pytest.raises(OSError, match="full"):
+        export_module.export(tmp_path / "out", tensors, {}, fail)
+    assert older.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    weights = {name: torch.zeros(shape) for name, shape in translation.shapes.items()}
+    export_module.export(tmp_path / "out", tensors, {}, weights.__getitem__)
+    assert not older.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def prepared_shards(root: Path) -> tuple[Path, int]:
     """Return a folder of shards with their own tokenizer, and the number of its ids; the last one
     ends documents.

@@ -6,6 +6,7 @@ is staged and renamed as a checkpoint is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -58,7 +59,6 @@ def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None
         fetch = weights_of(source, manifest, base, getattr(torch, job.config.training.dtype))
         dtype = getattr(torch, folder.settings.export_dtype)
         files = documents(translation.config, dtype, tokenizer)
-        store.delete(target)
         export(target, translation.hf_tensors(dtype), files, merged(fetch, translation))
 
     run_on_rank_0(folder.group, f"the export to {target}", export_it)
@@ -72,7 +72,7 @@ def export(
     fetch: Fetch,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder of tensors and documents, which has its name when it is complete."""
+    """Write a folder of tensors and documents, which replaces one of its name once it is whole."""
     files = split(tensors, file_bytes)
     with staging_folder(target, None, f"the export to {target}") as staging:
         for name, content in files.items():
@@ -85,7 +85,13 @@ def export(
             write(staging / name, built)
         for name, document in {**documents, INDEX: index(files)}.items():
             store.write(staging / name, document)
+        replaced = target.with_name(f".{target.name}.replaced")
+        store.delete(replaced)
+        if store.exists(target):
+            store.rename(target, replaced)
         store.publish(staging, target)
+        with suppress(OSError):
+            store.delete(replaced)
 
 
 def translation_of(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
