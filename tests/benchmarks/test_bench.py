@@ -13,7 +13,7 @@ from tests.runs import records
 from titanlite.observe.run_folder import git_revision
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_config_is_measured(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--training.mixed_precision_param=bfloat16", "--training.seq_len=128"]

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.jobs import TINY
+from tests.lanes import sample
 from tests.messages import says
 from tests.runs import ROOT, environment
 
@@ -156,7 +157,7 @@ def test_an_installation_shows_what_it_downloads_and_has_unpacked(checkout, caps
     assert capsys.readouterr().err.splitlines() == lines, "while it does not grow, the log"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_installation_prints_one_line_and_its_failure_names_the_log(checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace('"backend"', '"absent_backend"'))
@@ -345,8 +346,7 @@ def works(python: str) -> bool:
     return not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["conda", "venv"])
+@pytest.mark.parametrize("kind", sample(["conda", "venv"], nightly=["venv"]))
 def test_an_environment_elsewhere_that_can_run_titanlite_is_used_and_none_is_made(
     copy, tmp_path, kind
 ):

@@ -135,7 +135,7 @@ def test_a_node_without_node_0_names_its_address_while_it_waits_and_at_its_end(m
     says(capsys.readouterr().out, f"node 0 at {where} (connection refused), at most 1 s")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_below_two_agents_of_torchrun_meet_again_though_only_one_agent_counts_the_restart(
     tmp_path,
 ):

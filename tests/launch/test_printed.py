@@ -164,7 +164,7 @@ def test_the_options_that_train_on_prepared_text(place):
     trains(options, folder, TINY)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_for_an_export_that_is_missing(place):
     folder, _ = place
     export = folder / FOLDER / "checkpoint/hf-step-3"

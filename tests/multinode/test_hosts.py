@@ -29,6 +29,7 @@ def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
     assert losses(tmp_path / "two") == pytest.approx(one.losses, rel=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [4], indirect=True)
 def test_the_doctor_names_the_host_with_a_slow_link(hosts: Hosts, tmp_path):
     hosts.do("slow", "node2", "20mbit")

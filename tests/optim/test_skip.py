@@ -221,7 +221,7 @@ BACK = {
 }
 
 
-@pytest.mark.parametrize("case", sample(BACK))
+@pytest.mark.parametrize("case", sample(BACK, nightly=[*BACK][-1:]))
 def test_a_run_that_goes_back_equals_one_resumed_from_that_checkpoint_with_later_data(
     pool, tmp_path, case
 ):

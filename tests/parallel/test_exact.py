@@ -22,6 +22,7 @@ from titanlite.registry import normal
 ROWS = dict(sorted((IN_DEFAULT | IN_LONG).items(), key=lambda row: row[1].ranks))
 """Those on as many ranks share their process groups."""
 NIGHTLY = ["kept whole, recomputed, compiled", "ep compiled", "ep, by operation"]
+NIGHTLY += ["stages, compiled", "muon, tp, kept whole", "memory budget", "experts of tp"]
 
 
 @pytest.mark.parametrize("name", sample(ROWS, *IN_DEFAULT, nightly=NIGHTLY))

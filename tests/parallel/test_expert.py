@@ -173,7 +173,7 @@ def test_what_cannot_be_sharded_is_refused(words, says):
         parallelized(4, EP, *words.split())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_later_step_compiles_for_other_numbers_of_tokens(tmp_path):
     """With one layer on each rank's experts the first step meets one number only."""
     words = f"{EP} {COMPILED} {MODEL}n_layers=1 --training.steps=5 --metrics.log_freq=1"

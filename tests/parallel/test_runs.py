@@ -106,6 +106,7 @@ RUNS = {
         "bias, ep",
         "sequence, cp",
         "sequence, accumulated",
+        nightly=["lora, replicas", "bias, compiled"],
     ),
 )
 def test_losses_norms_and_weights_of_a_run_are_those_of_one_process(pool, tmp_path, models, name):

@@ -74,7 +74,7 @@ UNSPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "whole", "layouts"), sample(UNSPLIT, nightly=UNSPLIT[1:2]))
+@pytest.mark.parametrize(("name", "whole", "layouts"), sample(UNSPLIT, nightly=UNSPLIT[1:]))
 def test_rows_that_nothing_splits_have_the_gradients_of_one_process(pool, name, whole, layouts):
     model = read_model(argv_of(name, whole), {})
     with row_runner(model, pool) as run:

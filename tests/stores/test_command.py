@@ -18,8 +18,9 @@ from titanlite.config.load import ConfigError
 
 STEPS = 60
 SAVING = [*TINY, "--checkpoint.enable"]
-ARGV = [*SAVING, "--checkpoint.interval=10", "--checkpoint.async_mode=async", "--debug.seed=1"]
-ARGV += ["--metrics.log_freq=1", f"--training.steps={STEPS}"]
+LONG = [*SAVING, "--checkpoint.async_mode=async", "--debug.seed=1"]
+LONG += ["--metrics.log_freq=1", f"--training.steps={STEPS}"]
+ARGV = [*LONG, "--checkpoint.interval=10"]
 
 
 def until_saved(process, folder: Path) -> None:
@@ -66,7 +67,8 @@ def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the
     folder, killed = tmp_path / "run", tmp_path / "killed"
     copy = f"titanlite checkpoint cp {{checkpoint}} {url}"
     copy += f" && mkdir {killed} && kill -9 $PPID"  # once: the launcher
-    argv = [*ARGV, f"--checkpoint.after_save={copy}", "--checkpoint.keep_latest_k=0"]
+    argv = [*LONG, "--checkpoint.interval=20", "--checkpoint.keep_latest_k=0"]
+    argv.append(f"--checkpoint.after_save={copy}")
     process, family = start(argv, folder, **here), set[int]()
     while process.poll() is None:
         family |= {*descendants(process.pid)}
@@ -78,7 +80,7 @@ def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the
     code, out = finish(start(argv, folder, **here))
     assert code == 0, out
     after = losses(folder)
-    assert 10 < min(after) <= max(after) == STEPS
+    assert 20 < min(after) <= max(after) == STEPS
     assert after == {step: undisturbed.losses[step] for step in after}
 
 

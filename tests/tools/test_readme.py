@@ -214,17 +214,8 @@ def first(tmp_path_factory) -> tuple[Path, tuple[int, str]]:
     return folder, shell(typed("./run_train.sh"), folder)
 
 
-FIRST = ("./run_train.sh", "titanlite top outputs")
-"""The page's first two of those that are checked here."""
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(each, marks=pytest.mark.long if each in FIRST else pytest.mark.nightly)
-        for each in CHECKS
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", CHECKS)
 def test_a_command_of_the_readme_does_its_work(command, first):
     folder, (code, out) = first
     check = CHECKS[command]

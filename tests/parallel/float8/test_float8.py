@@ -262,7 +262,7 @@ def scales(argv: list[str], folder: str) -> list[tuple[Any, float]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "more"), sample([(2, ""), (4, TP)], (2, "")))
+@pytest.mark.parametrize(("world", "more"), sample([(2, ""), (4, TP)], (2, ""), nightly=[(4, TP)]))
 def test_scales_follow_the_weights(pool, tmp_path, world, more):
     argv = [*IN_FLOAT8, AG, PRECOMPUTED, *more.split(), "--training.steps=2"]
     found = pool.run(scales, argv, str(tmp_path), world=world)[0]
