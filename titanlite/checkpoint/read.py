@@ -100,7 +100,7 @@ class _Planner(dcp.DefaultLoadPlanner):
         assert self.metadata
         items: list[ReadItem] = []
         for name, tensor in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata[name]
+            stored: Any = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, stored, [chunk_of(box_of(tensor))])
         return LoadPlan(items)
 
