@@ -27,9 +27,9 @@ and with `--model.flavor hf` the fields of \
 
 Flavors named by a size are the same models, \
 except that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
-flavors differ: here they are small enough for a laptop and the byte tokenizer, \
-with a vocabulary of 256 instead of 2,048.
-Losses of TorchTitan's `debug_model.toml` are not comparable.
+flavors here are smaller, with a vocabulary of 256 bytes instead of 2,048 tokens. Losses \
+of TorchTitan's
+`debug_model.toml` are not comparable.
 
 | | TorchTitan | here |
 | --- | --- | --- |
@@ -49,10 +49,9 @@ Initial values have the same distributions, except for these:
 | embedding with a tied output layer | dim^-0.5, cut at 3 deviations \
 | 0.02, as in Hugging Face's models |
 
-The two have not been compared over a long run, \
-and a change would give every config different initial weights, so the
-differences stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights \
-have none of these differences.
+The two have not been compared over a long run. \
+[Imported](checkpoints.md#hugging-face-export-and-import) weights have none of
+these differences.
 """
 
 
