@@ -3,6 +3,7 @@ sets. No torch.
 """
 
 import dataclasses
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,11 +92,11 @@ def markdown(specs: list[ModelSpec]) -> str:
     """Return the text of docs/models.md."""
     out = [_INTRODUCTION]
     for spec in specs:
-        out.append(f"## {spec.name}\n")
-        for header, *rows in (_flavors(spec), _fields(spec)):
-            lines = (header, ["---"] * len(header), *rows)
-            out += ["| " + " | ".join(line) + " |" for line in lines]
-            out.append("")
+        header, *rows = _flavors(spec)
+        lines = (header, ["---"] * len(header), *rows)
+        fields = ", ".join(f"{name} {default}" for name, default in _fields(spec)[1:])
+        out += [f"## {spec.name}\n", *["| " + " | ".join(line) + " |" for line in lines], ""]
+        out += [textwrap.fill(f"Fields and their defaults: {fields}.", 120), ""]
         page = Path(__file__).parents[1] / "models" / spec.name / "README.md"
         if page.is_file():
             out.append(page.read_text(encoding="utf-8"))
