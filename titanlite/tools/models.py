@@ -130,7 +130,7 @@ def _fields(spec: ModelSpec) -> list[list[str]]:
     header = ["field", "default"]
     cls, *others = {type(flavor) for flavor in spec.flavors.values()}
     if others:  # contents of config.json
-        return [header, ["any key of the class's config.json", "that of the class"]]
+        return [header, ["any key of the class's config.json", "as in the class"]]
     return [header, *map(list, _defaults(cls))]
 
 
