@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.stages import Schedule
-from titanlite.layout import Batch, Layout
 
 if TYPE_CHECKING:
     from titanlite.config.schema import JobConfig
