@@ -41,6 +41,11 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name. torch 2.11 and 2.14; no public name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def is_wrapper_subclass(kind: type) -> bool:
     """Return whether tensors of this class hold other tensors that do the work, as DTensors do."""
     # torch 2.11 and 2.14. torch's public is_traceable_wrapper_subclass_type lies in a private
