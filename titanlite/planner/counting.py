@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from titanlite.planner.torch_private import (
     group_of,
     is_compiling,
     is_wrapper_subclass,
+    replaced,
     storage_key,
     written_arguments,
 )
@@ -149,7 +149,7 @@ class Counting(TorchDispatchMode):
 
         self._patches = ExitStack()
         self._patches.enter_context(around_sharding_propagation(self.hide))
-        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_see))
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", resize_and_see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:  # type: ignore[override]
