@@ -13,10 +13,9 @@ from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.errors import counted, format_bytes
 from titanlite.observe.run_folder import versions
-from titanlite.optim import implementation, optimizer_bytes, trained_parameters
+from titanlite.optim import optimizer_bytes, optimizer_title, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
-from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
@@ -33,8 +32,6 @@ def describe_start(trainer: Trainer) -> list[str]:
     config = trainer.job.config
     training = config.training
     optimizer = config.optimizer
-    unused = get_optimizer(optimizer.name, config.model.package).unused
-    how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
     whole = trained_parameters(
         [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
     )
@@ -54,7 +51,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         f"{training.mixed_precision_param} (parameters {training.dtype}, "
         f"reduction {training.mixed_precision_reduce})",
         "memory": _describe_memory(trainer),
-        "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
+        "optimizer": f"{optimizer_title(config)}, weight decay {optimizer.weight_decay:g} "
         f"on {decayed} tensors, none on {len(whole) - decayed}",
         "seed": f"{trainer.seed}"
         + (", deterministic algorithms" if config.debug.deterministic else ""),
