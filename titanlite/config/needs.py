@@ -43,7 +43,9 @@ def _decays(config: JobConfig) -> bool:
 
 
 def _on_spike(config: JobConfig) -> str:
-    return config.fault.on_spike if config.fault.spike_sigma else "warn"
+    if config.fault.spike_sigma:
+        return config.fault.on_spike
+    return "warn"
 
 
 def _verifies(config: JobConfig) -> bool:
@@ -142,7 +144,7 @@ DATA_PARALLEL = MeshCondition(
     "without data parallel",
     lambda _, layout, __: layout.max_shard_degree * layout.dp_replicate > 1,
 )
-# Offloaded float32 gradients are rounded on their way to the host.
+# Offloaded float32 gradients are rounded when they are copied to the host.
 GRADIENT_SUMS = MeshCondition(
     "without data parallel",
     lambda config, layout, batch: (

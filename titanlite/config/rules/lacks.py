@@ -1,4 +1,4 @@
-"""What follows where a key lacks what it needs: it is refused, or has no effect."""
+"""Keys whose needs are not met: they are refused, or have no effect."""
 
 from titanlite.config.rules.check import Check, Refusals
 from titanlite.config.schema import NEEDS, JobConfig, is_set
@@ -7,7 +7,7 @@ from titanlite.layout import Batch, Layout
 
 
 def apply_rules(check: Check) -> None:
-    """Refuse the keys whose lack would change the numbers, or what is loaded or saved."""
+    """Refuse keys whose unmet needs would change the numbers, or what is loaded or saved."""
     for key, declared in NEEDS.items():
         for needs in declared:
             if needs.why:
@@ -18,9 +18,11 @@ def _asks_in_vain(config: JobConfig, key: str, needs: Needs) -> Refusals:
     if not is_set(config, key):
         return
     for need in needs.conditions:
-        assert isinstance(need, Condition), "a refusal waits for no mesh"
+        assert isinstance(need, Condition), "a refusal cannot depend on the mesh"
         if not need.holds(config):
-            remedy = f"set {need.key}, or remove the key" if need.key else "remove the key"
+            remedy = "remove the key"
+            if need.key:
+                remedy = f"set {need.key}, or remove the key"
             yield key, f"{need.lack} {needs.why}; {remedy}"
 
 

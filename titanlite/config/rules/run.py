@@ -94,7 +94,10 @@ def find_model(
         spec = spec.of(model)
         shape = spec.shape(model)
         sizes = asdict(shape).items()
-        empty = [f"{name} {size}" for name, size in sizes if size < 1 and name not in _MAY_BE_0]
+        empty = []
+        for name, size in sizes:
+            if size < 1 and name not in _MAY_BE_0:
+                empty.append(f"{name} {size}")
         if empty:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
         return spec, model, shape
@@ -136,7 +139,9 @@ def _adapters_fit(config: JobConfig, spec: ModelSpec, model: Any) -> Refusals:
 def _names_are_registered(
     config: JobConfig, spec: ModelSpec
 ) -> Refusals:  # once model.package is imported
-    converters = ["float8" if x in FLOAT8_CONVERTERS else x for x in config.model.converters]
+    converters = []
+    for x in config.model.converters:
+        converters.append("float8" if x in FLOAT8_CONVERTERS else x)
     for key, names, find in (
         ("model.converters", converters, find_converter),
         ("metrics.sinks", config.metrics.sinks, get_sink),
@@ -213,7 +218,9 @@ def _precisions_agree(config: JobConfig) -> Refusals:
 
 
 def _folders_are_inside_the_dump_folder(config: JobConfig) -> Refusals:
-    taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
+    taken: dict[tuple[str, ...], str] = {}
+    for name in _OTHER_FILES:
+        taken[(name,)] = f"{name} of a run"
     for key in _FOLDERS:
         path = value_of(config, key)
         if key == "checkpoint.folder" and is_url(path):
