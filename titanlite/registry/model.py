@@ -1,7 +1,7 @@
 """The declarations of a model: a ModelSpec, and one table with a Rule per parameter pattern.
 
-A model is plain single-device code; its table has the rest. Every parameter matches exactly one
-row, so nothing is silently replicated, left uninitialized or dropped on export.
+A model is plain single-device code; everything else is in its table. Every parameter matches
+exactly one row, so nothing is silently replicated, left uninitialized or dropped on export.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Init:
     by_inputs: bool = False
     """Divide std by the square root of the last dimension."""
     edit: Callable[[torch.Tensor, tuple[int, ...], int], None] | None = None
-    """Changes the values of a rank's shard further, given where it begins and the seed."""
+    """Changes the values of a rank's shard afterwards, given its offset and the seed."""
 
 
 def normal(std: float, by_depth: bool = False) -> Init:
@@ -58,14 +58,14 @@ class Rule:
     hf: str = ""
     """Name in a Hugging Face folder, with the pattern's wildcards in the same order.
 
-    A `#` stands for the number of a slice of dimension 0, if each is a tensor of its own there.
+    A `#` stands for the index along dimension 0, if each slice is a separate tensor there.
     """
     via: tuple[WeightTransform, ...] = ()
     """Transforms to its Hugging Face form, in order."""
     part: FusedSlice = FusedSlice()
-    """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
+    """Which slice of a Hugging Face tensor it is, if several parameters are joined there."""
     tied: str = ""
-    """Second name of the same tensor, such as of an output layer that shares the embedding."""
+    """Second name of the same tensor, such as an output layer that shares the embedding."""
     active: float = 1.0
     """Fraction of the weight used per token: top_k / experts for expert weights, else 1."""
 
@@ -87,9 +87,8 @@ class Rule:
 def assign(
     rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, str]
 ) -> dict[str, Rule]:
-    """Return the row of every parameter.
-
-    An error names all parameters and rows that do not pair off exactly.
+    """Return the row of every parameter; an error names all parameters and rows that do not match
+    one to one.
 
     `ties` maps the second name of every shared tensor to its first.
     """
@@ -130,7 +129,7 @@ def assign(
 
 @dataclass(frozen=True)
 class ModelDims:
-    """A model's dimensions: degrees are checked against them, FLOPs counted from them."""
+    """A model's dimensions, used to check degrees and count FLOPs."""
 
     layers: int
     heads: int
@@ -139,12 +138,12 @@ class ModelDims:
     vocab_size: int
     max_seq_len: int
     experts: int = 0
-    """In each block but the first `dense_layers`."""
+    """Experts in each block except the first `dense_layers`."""
     dense_layers: int = 0
 
 
 def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
-    """Return the paths, inside a block, of the modules that have expert weights."""
+    """Return the paths, inside a block, of the modules with expert weights."""
     patterns = [
         rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"
     ]
@@ -176,37 +175,33 @@ class ModelSpec:
     Empty if unsupported.
     """
     unsplit: str = ""
-    """Why each rank computes with the whole model, if nothing but data parallel may split it."""
+    """Why only data parallel is possible; empty if the model can be split."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     torchtitan: Callable[[Any], TorchTitan] = lambda flavor: TorchTitan()
     parameters: Callable[[Any], int] | None = None
-    """The number of a flavor's parameters, for `titanlite models`, which does not build it."""
+    """Returns a flavor's number of parameters, for `titanlite models`, which does not build it."""
     active_parameters: Callable[[Any], int] | None = None
-    """Of these the number that a token meets, for a model with experts."""
+    """Returns how many of them a token uses, for a model with experts."""
     idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
-    """Fields without effect in a flavor, and the reason; a run that sets one logs it."""
-    adapters: Adapters | None = None
-    """Of [lora]; a job sets it."""
-    unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
-    """Fields that may differ from those that loaded weights were trained with, since these mean the
-    same with any.
+    """Returns fields that have no effect in a flavor, with the reason; a run that sets one logs it.
     """
+    adapters: Adapters | None = None
+    """The settings of [lora]; a job sets it."""
+    unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
+    """Fields that may differ from those that loaded weights were trained with."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
-        """Return the flavor's config with some fields replaced.
-
-        An error names all that do not fit.
-        """
+        """Return the flavor's config with some fields replaced; an error names all faults."""
         reads_folders = bool(self.hf and self.hf.fields)
         return configured(self.name, self.flavors, flavor, overrides, reads_folders)
 
     def of(self, model_config: Any) -> ModelSpec:
-        """Return the model's spec for a flavor, where names of its modules depend on it."""
+        """Return the model's spec for a flavor, since module names may depend on it."""
         return self
 
     def limits(self, model_config: Any) -> Mapping[str, str]:
-        """Return config keys that the model does not allow to be set, each with the reason."""
+        """Return config keys that may not be set with this model, each with the reason."""
         return {}
 
     def remark(self, model_config: Any) -> str:
@@ -214,7 +209,7 @@ class ModelSpec:
         return ""
 
     def on_cpu(self) -> AbstractContextManager[None]:
-        """Return a context in which the model calls nothing that takes no tensors of a CPU."""
+        """Return a context in which the model calls nothing that needs GPU tensors."""
         return nullcontext()
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:
