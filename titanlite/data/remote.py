@@ -1,5 +1,5 @@
-"""Token shards on an object store: their manifest and tokenizer are copied into the user's cache,
-and windows are read by range. No torch.
+"""Token shards on an object store. The manifest and tokenizer are copied to the user's cache, and
+windows are read by range requests. No torch.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _THREADS = 32
 
 
 def folder_of(key: str, path: str) -> Path:
-    """Return a folder of shards; for a URL, the local one with its manifest and tokenizer.
+    """Return a folder of shards; for a URL, the local folder with its manifest and tokenizer.
 
-    `key` is the config section to name in an error.
+    Errors name the config section `key`.
     """
     if not is_url(path):
         return Path(path)
@@ -41,7 +41,7 @@ def _fetch_index(url: str) -> Path:
 
 
 def main(url: str) -> int:
-    """Fetch the index of shards and print its folder; it is named by the manifest."""
+    """Fetch the index of shards and print its local folder, which is named after the manifest."""
     try:
         root = place(url, _PATIENCE_SECONDS)
         content = b"{}"
@@ -66,7 +66,7 @@ def main(url: str) -> int:
 
 
 def _bring(root: Path, path: Path) -> None:
-    """Copy a small file from a store, unless it is here or not there."""
+    """Copy a small file from a store, unless there is a local copy or the store lacks it."""
     with suppress(FileNotFoundError):
         if not path.exists():
             _put(path, store.read(root / path.name))
@@ -78,7 +78,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def at_once(function: Callable[..., object], *columns: Any) -> None:
-    """Call a function of each row, in threads: what waits for a store waits together."""
+    """Call a function for each row, in threads, so that requests to a store run in parallel."""
     list(_threads().map(function, *columns))
 
 
@@ -88,7 +88,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 class Remote:
-    """Shards on a store, each of one version."""
+    """Shards on a store, each read from one version only."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -104,7 +104,9 @@ class Remote:
         try:
             content, entry = path.bucket.read_range(path.key, start, size)
         except (BucketError, FileNotFoundError) as error:
-            gone = "it is not there" if isinstance(error, FileNotFoundError) else error
+            gone = error
+            if isinstance(error, FileNotFoundError):
+                gone = "it is not there"
             raise RunFailed(f"{path} cannot be read: {gone}") from None
         tag = entry["e_tag"]
         if entry["size"] != shard.size or self._tags.setdefault(shard.path, tag) != tag:
