@@ -72,7 +72,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _pipeline(job: Job) -> str:
-    """Describe the stages of a job, and their order."""
+    """Describe the stages of a job, and their schedule."""
     if job.layout.pp == 1:
         raise UserError(
             "--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it"
