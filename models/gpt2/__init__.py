@@ -70,9 +70,11 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
     Hugging Face's matrices have a row per input, and queries, keys and values are the columns of
     one matrix.
     """
-    into, out_of = normal(0.02), normal(0.02 / (2 * c.n_layers) ** 0.5)
+    into = normal(0.02)
+    out_of = normal(0.02 / (2 * c.n_layers) ** 0.5)
     transposed = (Transposed(),)
-    block, hf = "layers.*.", "transformer.h.*."
+    block = "layers.*."
+    hf = "transformer.h.*."
     table = [
         Rule(
             "tok_embeddings.weight",
@@ -84,7 +86,8 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
         Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
     ]
     for i, name in enumerate(("wq", "wk", "wv")):
-        ours, fused = f"{block}attention.{name}.", hf + "attn.c_attn."
+        ours = f"{block}attention.{name}."
+        fused = hf + "attn.c_attn."
         table += [
             Rule(
                 ours + "weight",

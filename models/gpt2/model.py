@@ -61,7 +61,8 @@ class GPT2(Decoder):
         # As many as the flavor has, whatever `positions` is: the weights must fit runs of any
         # length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
-        self.dropout, self.attention_dropout = nn.Dropout(c.dropout), c.dropout
+        self.dropout = nn.Dropout(c.dropout)
+        self.attention_dropout = c.dropout
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)

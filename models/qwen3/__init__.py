@@ -48,11 +48,10 @@ class QwenConfig:
     """The output layer shares the embedding's weight."""
 
     def __post_init__(self) -> None:
-        idle = [
-            f.name
-            for f in fields(self)
-            if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default
-        ]
+        idle = []
+        for f in fields(self):
+            if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default:
+                idle.append(f.name)
         if idle and not self.experts:
             raise ValueError(f"{', '.join(idle)}: no effect without experts")
         if self.n_heads % self.n_kv_heads:
@@ -109,7 +108,8 @@ def active_parameters(c: QwenConfig) -> int:
 
 
 def rules(c: QwenConfig) -> tuple[Rule, ...]:
-    ours, theirs = "layers.*.", "model.layers.*."
+    ours = "layers.*."
+    theirs = "model.layers.*."
     norms = tuple(
         Rule(
             f"{ours}attention.{name}.weight",
@@ -123,7 +123,9 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
     common = (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *norms)
     if not c.experts:
         return (*common, *feed_forward_rules())
-    ours, theirs, active = ours + "moe.", theirs + "mlp.", c.top_k / c.experts
+    ours += "moe."
+    theirs += "mlp."
+    active = c.top_k / c.experts
     router = Rule(ours + "router.weight", normal(0.02), "replicated", theirs + "gate.weight")
     experts = (
         Rule(f"{ours}experts.{w}", init, "expert", f"{theirs}experts.#.{hf}.weight", active=active)
@@ -133,12 +135,15 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
 
 
 def idle(c: QwenConfig) -> dict[str, str]:
-    return {"hidden_dim": "where all layers have experts"} if c.experts else {}
+    if c.experts:
+        return {"hidden_dim": "where all layers have experts"}
+    return {}
 
 
 def torchtitan(c: QwenConfig) -> TorchTitan:
     """Return TorchTitan 0.2.2's form: all of its routers have a bias, and nothing moves it."""
-    bias, layers = "moe.expert_bias", range(c.n_layers if c.experts else 0)
+    bias = "moe.expert_bias"
+    layers = range(c.n_layers if c.experts else 0)
     zeros = {f"layers.{i}.{bias}": (c.experts,) for i in layers if c.balance != "bias"}
     names = {"moe.router.weight": "moe.router.gate.weight", "moe.router.bias": bias}
     return TorchTitan(names, rotates_halves=True, zeros=zeros)

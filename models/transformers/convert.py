@@ -40,11 +40,14 @@ class Reverted(Conversion):
 
     def from_hf(self, parameter: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight; where its elements come from is found by their numbers' way there."""
-        numbers, end = {}, 0
+        numbers = {}
+        end = 0
         for name, shape in self.shapes.items():
-            start, end = end, end + shape.numel()
+            start = end
+            end += shape.numel()
             numbers[name] = torch.arange(start, end).view(shape)
-        first, size = int(numbers[parameter].min()), numbers[parameter].numel()
+        first = int(numbers[parameter].min())
+        size = numbers[parameter].numel()
         weight: Tensor | None = None
         for name, places in revert_weight_conversion(self.model, numbers).items():
             part = read(name)
@@ -74,10 +77,13 @@ def conversions(values: str) -> dict[str, Conversion]:
         else:
             groups.setdefault((*alone,), {})[name] = weight.shape
     times = Counter([*kept, *chain(*groups)])
-    if unknown := sorted(saved.keys() ^ times.keys() | {n for n in times if times[n] > 1}):
+    unknown = sorted(saved.keys() ^ times.keys() | {n for n in times if times[n] > 1})
+    if unknown:
         raise UserError(
             f"{type(model).__name__} saves tensors that are made of parameters of others:"
             f"{some_of(unknown)}\nPlain files: titanlite checkpoint export --format safetensors"
         )
-    found = [Reverted(model, (*shapes,), shapes, names) for names, shapes in groups.items()]
+    found = []
+    for names, shapes in groups.items():
+        found.append(Reverted(model, (*shapes,), shapes, names))
     return {name: each for each in found for name in each.parameters}

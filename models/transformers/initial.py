@@ -106,7 +106,8 @@ def _replaced(
     model: nn.Module, functions: dict[str, Any], copy_: Callable[..., Any]
 ) -> Iterator[None]:
     """Let the library's initialization call these functions."""
-    originals, own_copy = dict(initialization.TORCH_INIT_FUNCTIONS), initialization.copy_
+    originals = dict(initialization.TORCH_INIT_FUNCTIONS)
+    own_copy = initialization.copy_
     _forget(model)
     initialization.TORCH_INIT_FUNCTIONS.update(functions)
     initialization.copy_ = copy_

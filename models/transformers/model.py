@@ -130,7 +130,8 @@ def build(flavor: Any, positions: int) -> nn.Module:
         with_experts(_register_experts())
     model.forward = MethodType(forward, model)
     for module in model.modules():
-        if buffers := dict(module.named_buffers(recurse=False)):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
             built = {n: b.clone() for n, b in buffers.items() if b.numel() <= _MOST_KEPT}
             module.reset_buffers = partial(_reset, model, module, built)  # type: ignore[assignment]
             if torch.get_default_device().type == "meta":
@@ -149,7 +150,9 @@ def _register_experts() -> str:
 
     def forward_experts(self: nn.Module, hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
         is_double = hidden.dtype == torch.float64
-        run = moe.batched_mm_experts_forward if is_double else moe.grouped_mm_experts_forward
+        run = moe.grouped_mm_experts_forward
+        if is_double:
+            run = moe.batched_mm_experts_forward
         return run(self, hidden, *args, **more)
 
     moe.ALL_EXPERTS_FUNCTIONS.register("titanlite", forward_experts)
@@ -230,7 +233,9 @@ class _Output(dict):
     __getattr__ = dict.get
 
     def __getitem__(self, key: Any) -> Any:
-        return self.get("last_hidden_state") if key == 0 else self.get(key)
+        if key == 0:
+            return self.get("last_hidden_state")
+        return self.get(key)
 
 
 class _Tail:
@@ -284,20 +289,25 @@ def layout(values: str) -> dict[str, Any]:
 def layout_of(model: Any) -> dict[str, Any]:
     """Return the names of a class's blocks and of what runs before and after them."""
     split = {*(model._no_split_modules or ())}
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    lists = {}
+    for n, m in model.named_modules():
+        if isinstance(m, nn.ModuleList) and len(m):
+            lists[n] = m
     blocks = {n: m for n, m in lists.items() if {type(b).__name__ for b in m} <= split} or lists
     if not blocks:
         raise UserError(f"{type(model).__name__} has no list of blocks")
     path = max(blocks, key=lambda name: len(blocks[name]))
     parent = model.get_submodule(path.rpartition(".")[0])
     prefix = path.removesuffix(path.rpartition(".")[2])
-    before, after = [], []
+    before = []
+    after = []
     for name, child in parent.named_children():
         if isinstance(child, nn.Embedding):
             before.append(prefix + name)
         elif "norm" in type(child).__name__.lower():
             after.append(prefix + name)
-    tables, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head:
             above = name.rpartition(".")[0]
@@ -338,7 +348,11 @@ def _second_names(model: nn.Module) -> dict[str, str]:
     """Return the second name of every parameter that has one, by its first."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return {first[parameter]: name for name, parameter in named if name != first[parameter]}
+    found = dict[str, str]()
+    for name, parameter in named:
+        if name != first[parameter]:
+            found[first[parameter]] = name
+    return found
 
 
 def on_meta(values: dict[str, Any]) -> Any:

@@ -147,7 +147,8 @@ def _answers(values: str) -> dict[str, str]:
 @torch.no_grad()
 def _ask(model: Any, flavor: Any) -> dict[str, str]:
     tokens = torch.randint(4, model.config.get_text_config().vocab_size, (1, _LENGTH))
-    before, after = tokens.clone(), tokens.clone()
+    before = tokens.clone()
+    after = tokens.clone()
     before[:, :_FIRST] = tokens[:, :_FIRST].flip(1)
     after[:, _FIRST:] = tokens[:, _FIRST:].flip(1)
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_LENGTH - _FIRST)])[None]

@@ -91,7 +91,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.ranks and not arguments.device:
         raise UserError("--ranks is the limit of --device's table: add --device cuda, or remove it")
     arguments.resumable = arguments.full
-    name = [f"--model.name={arguments.model}"] if arguments.model else []
+    name = []
+    if arguments.model:
+        name = [f"--model.name={arguments.model}"]
     model = read_model([*overrides, *name], os.environ)
     every = table(model)
     if arguments.device:
@@ -113,11 +115,11 @@ def first_rows(rows: Rows) -> Rows:
     only.
     """
     first = {_further(row): number for number, row in reversed(rows.items())}
-    return {
-        number: row
-        for number, row in rows.items()
-        if not _further(row) or first[_further(row)] == number
-    }
+    found = {}
+    for number, row in rows.items():
+        if not _further(row) or first[_further(row)] == number:
+            found[number] = row
+    return found
 
 
 def further_rows(rows: Rows) -> Rows:
@@ -129,7 +131,11 @@ def _further(row: Row) -> str:
     """Return the expensive group of a row (a further layout, or inductor), or an empty string."""
     if row.extra:
         return ""
-    return row.layout if row.layout in BEYOND else row.compile if row.compile == "inductor" else ""
+    if row.layout in BEYOND:
+        return row.layout
+    if row.compile == "inductor":
+        return row.compile
+    return ""
 
 
 def table(model: ModelUnderTest) -> Rows:
@@ -155,7 +161,10 @@ def rows_of_device(model: ModelUnderTest, most: int | None = None) -> Rows:
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch finds no usable GPU on this node")
         ranks = most or torch.cuda.device_count()
-    allowed = [row for row in OF_DEVICE if row.layout in model.layouts and row.mesh.world <= ranks]
+    allowed = []
+    for row in OF_DEVICE:
+        if row.layout in model.layouts and row.mesh.world <= ranks:
+            allowed.append(row)
     if not model.spec.core:
         allowed = [row for row in allowed if row.documents == "off"]
     return numbered(allowed)
@@ -196,7 +205,10 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     names = {name.strip() for name in only.split(",")} - {""}
     has_rows = {row.layout for row in rows.values()}
     layouts = [layout for layout in model.layouts if layout in has_rows]
-    meant = {name: {number} for number in rows for name in (f"#{number}", f"{number}")}
+    meant = {}
+    for number in rows:
+        for name in (f"#{number}", f"{number}"):
+            meant[name] = {number}
     meant |= {
         layout: {number for number, row in rows.items() if row.layout == layout}
         for layout in layouts
@@ -210,7 +222,9 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
         )
         legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
-    chosen = {number for name in names for number in meant[name]}
+    chosen = set()
+    for name in names:
+        chosen.update(meant[name])
     return {number: row for number, row in rows.items() if number in chosen}
 
 
@@ -220,9 +234,12 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     from titanlite.verify.runner import check_tables, open_pool, row_runner
 
     check_tables(model)
-    start, printer = time.monotonic(), TablePrinter()
+    start = time.monotonic()
+    printer = TablePrinter()
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
-    cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
+    cache = None
+    if arguments.full:
+        cache = ResultCache(out.with_suffix(".jsonl"), model)
     cached = cache.passed if cache else {}
     printer.head(_introduction(model, rows.values(), len(cached), arguments.only is None))
     results: list[Result] = []
@@ -278,7 +295,8 @@ class ResultCache:
     def __init__(self, path: Path, model: ModelUnderTest) -> None:
         from titanlite.verify.runner import Result
 
-        self._path, self._of = path, _identity(model)
+        self._path = path
+        self._of = _identity(model)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():

@@ -50,7 +50,8 @@ def measure(
     # It warns of every block that is recomputed and compiled.
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
     try:
         gpus = torch.cuda.device_count() or world
@@ -64,7 +65,9 @@ def measure(
         trainer.instrument(row.batch)
         measured = trainer.measure_steps()
     except Exception as error:
-        module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
+        module = "building"
+        if trainer:
+            module = _innermost_module(error.__traceback__, trainer.parts[0])
         raise RowFailed(
             f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}"
         ) from error
@@ -102,7 +105,8 @@ class InstrumentedTrainer(Trainer):
 
     def instrument(self, batch: str) -> None:
         """Prepare to step on a batch, measured."""
-        job, rank_slice = self.job, self.data.rank_slice
+        job = self.job
+        rank_slice = self.data.rank_slice
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
         own_rows = whole.rows.chunk(rank_slice.ranks)[rank_slice.coordinate]
         batches = map(MicroBatch, own_rows.chunk(rank_slice.accumulation))
@@ -134,24 +138,25 @@ class InstrumentedTrainer(Trainer):
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's parts by their names in the model."""
-        return {
-            name: p
-            for part in self.parts
-            for name, p in named_parameters(part, self.runner.context.table)
-        }
+        found = dict[str, nn.Parameter]()
+        for part in self.parts:
+            for name, p in named_parameters(part, self.runner.context.table):
+                found[name] = p
+        return found
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return these, and the buffers that a checkpoint has."""
-        buffers = {
-            name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()
-        }
+        buffers = {}
+        for part in self.parts:
+            buffers.update(persistent_buffers(part))
         return {**self.own_parameters(), **buffers}
 
     def owns(self, name: str) -> bool:
         """Return whether this rank should have a parameter or module: one of its stages, by either
         name of a tie.
         """
-        stages, rule = self.job.stages, self.runner.context.table.get(name)
+        stages = self.job.stages
+        rule = self.runner.context.table.get(name)
         if self.job.layout.pp == 1:
             return True
         modules = tuple(
@@ -196,7 +201,8 @@ def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
     """Return the name of the model's innermost module that an error passed through, or an empty
     string.
     """
-    names, innermost = {id(module): name for name, module in model.named_modules()}, ""
+    names = {id(module): name for name, module in model.named_modules()}
+    innermost = ""
     while trace is not None:
         innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost
         trace = trace.tb_next

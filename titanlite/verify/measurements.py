@@ -29,8 +29,12 @@ LOSS_BOUNDS = BOUNDS | {"bfloat16": 5e-4}
 1e-3 in bfloat16.
 """
 FLOOR = 1e-3
-INITIAL, GRADIENT, NORM, LOSS = "initial value of", "gradient of", "norm of all gradients", "loss"
-CHOICES, BALANCE = "choices of experts in", "loss of balance in"
+INITIAL = "initial value of"
+GRADIENT = "gradient of"
+NORM = "norm of all gradients"
+LOSS = "loss"
+CHOICES = "choices of experts in"
+BALANCE = "loss of balance in"
 
 Measured = dict[str, dict[str, torch.Tensor]]
 """Full tensors by kind and name."""
@@ -53,7 +57,9 @@ def with_optimizer(config: JobConfig, name: str) -> JobConfig:
     rounding, such as a key bias's under softmax, moves its weight by the whole learning rate, in
     the direction of the rounding; 1e-3, about the size of the gradients here, leaves errors about
     as large as they were."""
-    plain = {"implementation": "for-loop", "weight_decay": 0.0} if name == "SGD" else {}
+    plain = {}
+    if name == "SGD":
+        plain = {"implementation": "for-loop", "weight_decay": 0.0}
     settings = {"name": name, "eps": 1e-3, **plain}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=settings)})
 
@@ -97,8 +103,11 @@ def lengths_of(tokens: int, kind: str) -> list[int]:
     """Return the lengths of the documents in a sample; the second of three lies on both sides of
     the middle.
     """
-    third, rest = tokens // 3, tokens % 3
-    return [third, third + rest // 2, third + rest - rest // 2] if kind == "documents" else [tokens]
+    third = tokens // 3
+    rest = tokens % 3
+    if kind == "documents":
+        return [third, third + rest // 2, third + rest - rest // 2]
+    return [tokens]
 
 
 def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,11 +115,17 @@ def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: _full_copy(p.grad) for name, p in parameters.items() if p.grad is not None}
+    found = dict[str, torch.Tensor]()
+    for name, p in parameters.items():
+        if p.grad is not None:
+            found[name] = _full_copy(p.grad)
+    return found
 
 
 def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = tensor
+    if isinstance(tensor, DTensor):
+        full = tensor.full_tensor()
     return full.detach().to("cpu", copy=True)
 
 
@@ -138,12 +153,11 @@ def compare(
     worst: Mismatch = (-1.0, "")
     for what, tensors in expected.items():
         names = set(filter(owns, tensors)) if what not in (NORM, LOSS) else tensors.keys()
-        if unmatched := sorted(actual[what].keys() ^ names):
-            not_own = (
-                "belongs to another stage"
-                if unmatched[0] in tensors
-                else "is not in the plain model"
-            )
+        unmatched = sorted(actual[what].keys() ^ names)
+        if unmatched:
+            not_own = "is not in the plain model"
+            if unmatched[0] in tensors:
+                not_own = "belongs to another stage"
             why = "is missing" if unmatched[0] in names else not_own
             return math.inf, f"{what} {unmatched[0]}, which {why}"
         error, name = max(
@@ -169,7 +183,9 @@ def _errors(
     for name, tensor in actual.items():
         reference = expected[name]
         if what == INITIAL:  # a function of the job, not of the mesh: bit for bit
-            error = 0.0 if torch.equal(tensor, reference.to(tensor.dtype)) else math.inf
+            error = math.inf
+            if torch.equal(tensor, reference.to(tensor.dtype)):
+                error = 0.0
         else:
             size = max(reference.norm().item(), floor, 1e-300)
             error = (tensor.double() - reference.double()).norm().item() / size

@@ -104,11 +104,9 @@ class ModelUnderTest:
         """Return the override that sends each token to every expert, if there are any: with
         bfloat16's rounding a router chooses others, and gradients are not comparable."""
         experts = self.spec.shape(self.flavor).experts
-        return (
-            [f"--model.overrides.top_k={experts}"]
-            if experts and hasattr(self.flavor, "top_k")
-            else []
-        )
+        if experts and hasattr(self.flavor, "top_k"):
+            return [f"--model.overrides.top_k={experts}"]
+        return []
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
         """Return the overrides that make the job of a row; `folder` holds the token shard."""
@@ -152,7 +150,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     flavor_given = "model.flavor" in loaded.entries
     spec = get_model(model.name, model.package)
     if not flavor_given:
-        default = "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors))
+        default = "debugmodel"
+        if "debugmodel" not in spec.flavors:
+            default = next(iter(spec.flavors))
         model = model.model_copy(update={"flavor": default})
     fields = vars(spec.configure(model.flavor, model.overrides))
     overrides = model.overrides | {field: 0.0 for field in fields if "dropout" in field}
@@ -191,10 +191,12 @@ def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict
 
     A model refused on one process is an error of its own.
     """
-    allowed, refused = dict[str, Split](), dict[str, str]()
+    allowed = dict[str, Split]()
+    refused = dict[str, str]()
     refusal = cache(partial(_refusal, overrides))
     for layout, degrees in ALL_LAYOUTS.items():
-        split, reasons = dict[str, Sequence[str]](), dict[str, str]()
+        split = dict[str, Sequence[str]]()
+        reasons = dict[str, str]()
         for column, dimension in SPLIT_BY.items():
             choices = [*OVERRIDES[column]][: None if getattr(degrees, dimension) > 1 else 1]
             reasons |= {choice: refusal(Row(layout, **{column: choice})) for choice in choices}

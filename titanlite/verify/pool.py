@@ -87,7 +87,8 @@ class Pool:
             # GPUs (pytorch#192109).
             if self.device == "cuda" or self._generation % MAX_GROUP_REBUILDS == 0:
                 self.close()
-            self._generation, self._world = self._generation + 1, world
+            self._generation += 1
+            self._world = world
         if not self._processes:
             self._start()
         work = pickle.dumps((function, args))
@@ -107,7 +108,8 @@ class Pool:
         """
         answers: dict[int, bytes] = {}
         pending = {self._connections[rank]: rank for rank in range(world)}
-        failure, deadline = "", time.monotonic() + timeout
+        failure = ""
+        deadline = time.monotonic() + timeout
         while pending:
             ready: list[Any] = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -136,12 +138,13 @@ class Pool:
                 os.kill(pid, signal.SIGUSR1)
         if started:
             time.sleep(0.3)
-        stacks = [
-            f"rank {rank}:\n{self._stack(rank)}"
-            if rank in started
-            else f"rank {rank} has not started: its process does not wait for work yet"
-            for rank in ranks
-        ]
+        stacks = []
+        for rank in ranks:
+            stacks.append(
+                f"rank {rank}:\n{self._stack(rank)}"
+                if rank in started
+                else f"rank {rank} has not started: its process does not wait for work yet"
+            )
         return (
             f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n"
             + "\n".join(stacks)
@@ -159,7 +162,9 @@ class Pool:
         # A driver that a preloaded module asks for devices is not forked.
         context: Any = get_context("spawn" if self.device == "cuda" else "forkserver")
         # Compiling asks for all GPUs that it sees, and fails in a fork.
-        hidden = {} if self.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+        hidden = {}
+        if self.device != "cuda":
+            hidden = {"CUDA_VISIBLE_DEVICES": ""}
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
@@ -193,7 +198,8 @@ class Pool:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
 
 def fork_server(preload: Sequence[str]) -> ForkServer:
@@ -231,7 +237,8 @@ def _serve(
                 generation, rank, world, timeout, work = connection.recv()
             except EOFError:
                 os._exit(0)
-            error, answer = "", b""
+            error = ""
+            answer = b""
             try:
                 if generation != current_generation:
                     _make_groups(generation, rank, world, port, timeout, device)
@@ -259,9 +266,11 @@ def _make_groups(
         f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     )
     torch_private.give_gloo_groups_one_thread()
-    backend, gpu = "gloo", None
+    backend = "gloo"
+    gpu = None
     if device == "cuda":
-        backend, gpu = "cuda:nccl,cpu:gloo", shared_device(rank, world)
+        backend = "cuda:nccl,cpu:gloo"
+        gpu = shared_device(rank, world)
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu

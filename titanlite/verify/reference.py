@@ -50,7 +50,8 @@ def measure_reference(
         _write_hf(Path(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
         router.context = RouterContext(sequences=SAMPLES)
-    step, max_norm = 0, 0.0
+    step = 0
+    max_norm = 0.0
     for name, steps in steps_of.items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
         for _ in range(steps):
@@ -61,8 +62,7 @@ def measure_reference(
             logits = torch.cat([model(text) for text in texts], dim=1).flatten(0, 1)
             loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
-            found = measurements.gradients(parameters)
-            grads = {name: gradient.double() for name, gradient in found.items()}
+            grads = {name: g.double() for name, g in measurements.gradients(parameters).items()}
             norm = get_total_norm(grads.values())
             if step == 1:
                 largest = get_total_norm(grads.values(), math.inf)

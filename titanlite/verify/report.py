@@ -45,7 +45,9 @@ class TablePrinter:
         self._print = Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print
 
     def head(self, lines: Iterable[str]) -> None:
-        titles = {column: "accum" if column == "accumulation" else column for column in COLUMNS}
+        titles = {}
+        for column in COLUMNS:
+            titles[column] = "accum" if column == "accumulation" else column
         self._print("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"]))
 
     def row(self, number: int, result: Result) -> None:
@@ -76,7 +78,9 @@ class TablePrinter:
             )
             self._print(f"  {failed[0].row}\n  {failed[0].what}")
         else:
-            count = "the row equals" if len(results) == 1 else f"all {len(results)} rows equal"
+            count = "the row equals"
+            if len(results) != 1:
+                count = f"all {len(results)} rows equal"
             self._print(f"\n{count} one process ({took})", style="green")
         if os.path.getsize(log):
             self._print(f"tracebacks and torch's log of the ranks: {log}")

@@ -103,7 +103,9 @@ class RowRunner:
     """Compares rows of one model with their references, which are kept in `folder`."""
 
     def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool, references: Pool) -> None:
-        self._model, self._folder, self._pool = model, folder, pool
+        self._model = model
+        self._folder = folder
+        self._pool = pool
         self._on_cpu = references
         self._references: dict[tuple[str, ...], tuple[str, float]] = {}
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
@@ -171,7 +173,9 @@ class RowRunner:
 
     def _reference(self, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
-        precision = "float32" if row.precision == "bfloat16" else row.precision
+        precision = row.precision
+        if row.precision == "bfloat16":
+            precision = "float32"
         if self._model.device:
             precision = "float64"
         experts = self._model.every_expert * row.is_narrow

@@ -40,7 +40,8 @@ class StepRecord:
     schedules gather before, and a pipeline tries its connections."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
-        self.job, self.stage_rank = job, stage_rank
+        self.job = job
+        self.stage_rank = stage_rank
         self.sharded = job.layout.max_shard_degree > 1
         self.gathered: list[Group] = []
         self.reduced: list[Group] = []
@@ -84,7 +85,9 @@ class StepRecord:
         self, parts: Sequence[nn.Module], pipeline: Pipeline
     ) -> Iterator[tuple[str, str]]:
         job = self.job
-        actions = [action for cell in orders(job.stages)[self.stage_rank] for action in parse(cell)]
+        actions = []
+        for cell in orders(job.stages)[self.stage_rank]:
+            actions.extend(parse(cell))
         declared = [f"{action.stage}{action.kind}{action.micro_batch}" for action in actions]
         yield "actions:", first_difference(pipeline.actions, declared, "done")
         yield "sends:", self._sends_difference(pipeline)
@@ -122,14 +125,17 @@ class StepRecord:
 
         Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends
         send the gradient."""
-        stages, layout, training = self.job.stages, self.job.layout, self.job.config.training
+        stages = self.job.stages
+        layout = self.job.layout
+        training = self.job.config.training
         rank_of = stages.rank_of
         shape = stages.size, training.seq_len // (layout.cp * layout.tp), pipeline.width
         sends = Counter[Send]()
         for neighbor in (
             other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)
         ):
-            if (receiver := rank_of.get(neighbor, self.stage_rank)) != self.stage_rank:
+            receiver = rank_of.get(neighbor, self.stage_rank)
+            if receiver != self.stage_rank:
                 rank = dist.get_global_rank(pipeline.group, receiver)
                 dtype = getattr(torch, training.mixed_precision_param)
                 sends[rank, shape, dtype] += stages.micro_batches
@@ -159,15 +165,13 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     assert trace.profiler and trace.profiler.kineto_results
     # The public trace.events() makes an object for each of many thousand events: longer than the
     # row's steps.
-    events = [
-        event
-        for event in trace.profiler.kineto_results.events()
-        if event.name().startswith("FSDP::")
-    ]
+    events = []
+    for event in trace.profiler.kineto_results.events():
+        if event.name().startswith("FSDP::"):
+            events.append(event)
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if match := re.fullmatch(
-            r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()
-        ):
+        match = re.fullmatch(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name())
+        if match:
             into = gathered if match[1] == "all_gather" else reduced
             into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
 
@@ -179,8 +183,10 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     """
     plan = _plan(job, part)
     policy = str(job.config.parallelism.fsdp_reshard_after_forward)
-    forward_order, order = range(len(plan.groups)), list[int]()
-    policy = "never" if policy == "default" and job.layout.pp > 1 else policy
+    forward_order = range(len(plan.groups))
+    order = list[int]()
+    if policy == "default" and job.layout.pp > 1:
+        policy = "never"
     not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
     # FSDP2's own.
     one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}
@@ -201,15 +207,17 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
             gather(
                 plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead
             )
-    groups, layout, spec = _groups(plan), job.layout, job.spec
+    groups = _groups(plan)
+    layout = job.layout
+    spec = job.spec
     apart = tuple(
         f".{path}"
         for path in expert_paths(spec.rules(job.model_config), spec.blocks)
         if layout.experts_on_own_mesh
     )
-    ranks = [
-        layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups
-    ]
+    ranks = []
+    for modules in plan.groups:
+        ranks.append(layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp)
     return [groups[group] for group in order if ranks[group] > 1]
 
 
@@ -253,4 +261,6 @@ def first_difference(
 
 
 def _name(group: Group | str) -> str:
-    return group if isinstance(group, str) else "+".join(sorted(group))
+    if isinstance(group, str):
+        return group
+    return "+".join(sorted(group))

@@ -79,7 +79,8 @@ class Row:
         """Return the command line's overrides for this row, without those for its variant of the
         model.
         """
-        mesh, flags = self.mesh, [EXTRAS[self.extra]]
+        mesh = self.mesh
+        flags = [EXTRAS[self.extra]]
         if mesh.pp > 1:
             flags.append(f"--parallelism.pipeline_parallel_microbatch_size={MICRO_BATCH}")
         flags += [of_choice[getattr(self, column)] for column, of_choice in OVERRIDES.items()]
@@ -130,7 +131,9 @@ def choices(
     """Return the choices of every column, for what a model allows of layouts, variants, documents
     and of SPLIT_BY.
     """
-    by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
+    by_column: dict[str, Sequence[str]] = {}
+    for column, flags in OVERRIDES.items():
+        by_column[column] = [*flags]
     by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {
         "compile": ["off", "aot_eager"]
     }
@@ -184,11 +187,16 @@ def pairs(of: Choices) -> set[_Pair]:
 
 def _given(of: Choices) -> dict[str, str]:
     """Return the layout that all rows have, if there is only one."""
-    return {"layout": of["layout"][0]} if len(of["layout"]) == 1 else {}
+    if len(of["layout"]) == 1:
+        return {"layout": of["layout"][0]}
+    return {}
 
 
 def pairs_in(row: Row) -> set[_Pair]:
-    return {frozenset(pair) for pair in combinations(zip(COLUMNS, astuple(row), strict=False), 2)}
+    found = set[_Pair]()
+    for pair in combinations(zip(COLUMNS, astuple(row), strict=False), 2):
+        found.add(frozenset(pair))
+    return found
 
 
 def pairwise(of: Choices) -> list[Row]:
@@ -218,10 +226,9 @@ def beyond(of: Choices) -> list[Row]:
     """
     (layout,) = of["layout"]
     met = {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair}
-    covers = [
-        _cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True)
-        for seed in range(30)
-    ]
+    covers = []
+    for seed in range(30):
+        covers.append(_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True))
 
     def order(row: Row) -> tuple[bool, ...]:
         return (
@@ -238,12 +245,13 @@ def full(of: Choices) -> list[Row]:
     """Return the product of the columns that change the mathematics most, and every valid pair of
     the others.
     """
-    uncovered, rng = pairs(of), random.Random(0)
+    uncovered = pairs(of)
+    rng = random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
     values = product(*(of[column] for column in varied))
-    rows = [
-        _complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values
-    ]
+    rows = []
+    for choice in values:
+        rows.append(_complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng))
     return rows + _cover(of, uncovered, rng)
 
 
@@ -276,7 +284,9 @@ def _complete(
     for column in sorted(COLUMNS, key=lambda _: rng.random()):
         if column in row:
             continue
-        made = {c: {frozenset(((column, c), other)) for other in row.items()} for c in of[column]}
+        made = {}
+        for c in of[column]:
+            made[c] = {frozenset(((column, c), other)) for other in row.items()}
         valid = [c for c in of[column] if is_valid({**row, column: c})]
         valid = [c for c in valid if not EXCLUDED & made[c]] or valid
         most = max(len(made[c] & uncovered) for c in valid)
