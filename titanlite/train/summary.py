@@ -1,12 +1,10 @@
 """The lines that a run prints at its start: every number that the config implies."""
 
-import platform
 from collections import Counter
 
 import torch
 import torch.distributed as dist
 
-from titanlite import __version__
 from titanlite.checkpoint.manifest import CONFIG, read_document
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.pipeline_order import headline
@@ -14,6 +12,7 @@ from titanlite.config.schema import KEYS, JobConfig, config_of
 from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.errors import counted, format_bytes
+from titanlite.observe.run_folder import versions
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
@@ -43,10 +42,12 @@ def describe_start(trainer: Trainer) -> list[str]:
     )
     decayed = sum(item.decays for item in whole)
     rows = {}
+    installed = versions()
     if config.job.description:
         rows["run"] = config.job.description
-    python = platform.python_version()
-    rows["titanlite"] = f"{__version__}, torch {torch.__version__}, Python {python}"
+    rows["titanlite"] = (
+        f"{installed['titanlite']}, torch {torch.__version__}, Python {installed['python']}"
+    )
     rows["model"] = _describe_model(trainer)
     rows["device"] = _describe_device(trainer)
     rows["mesh"] = str(job.layout)

@@ -1,9 +1,9 @@
 """Keys whose needs are not met: they are refused, or have no effect."""
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.rules.check import Check, Refusals
 from titanlite.config.schema import NEEDS, JobConfig, is_set
 from titanlite.config.section import Condition, MeshCondition, Needs
-from titanlite.layout import Batch, Layout
 
 
 def apply_rules(check: Check) -> None:
