@@ -21,9 +21,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: torch.Tensor, mask: Mask | None) -> torch.Tensor:
-        def heads(
-            projected: torch.Tensor,
-        ) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            # -1: under tensor parallel a rank has some of the heads.
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), mask)
@@ -58,7 +57,7 @@ class GPT2(Decoder):
     def __init__(self, c: GPT2Config, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        # As many as the flavor has, whatever `positions` is: the weights must fit runs of any
+        # As many as the flavor has, whatever `positions` is, since the weights must fit runs of any
         # length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
         self.dropout = nn.Dropout(c.dropout)

@@ -1,4 +1,4 @@
-"""Llama 3's config.json at Hugging Face."""
+"""Llama 3's config.json for Hugging Face."""
 
 from __future__ import annotations
 
