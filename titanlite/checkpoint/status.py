@@ -40,7 +40,8 @@ def look(config: JobConfig) -> None:
     if not (config.checkpoint.enable and in_bucket(config)):
         return
     step = bucket.in_own_process("titanlite.checkpoint.status", config.checkpoint.folder)
-    note(config, int(step) if step else None)
+    newest_step = int(step) if step else None
+    note(config, newest_step)
 
 
 def note(config: JobConfig, step: int | None, at: int = 0) -> None:

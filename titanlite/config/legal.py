@@ -36,7 +36,10 @@ def legal(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     if origin is Literal:
         values = []
         for value in arguments:
-            values.append(f'"{value}"' if isinstance(value, str) else f"{value}")
+            if isinstance(value, str):
+                values.append(f'"{value}"')
+            else:
+                values.append(f"{value}")
         if len(values) == 1:
             return values[0]
         return "one of " + ", ".join(values)

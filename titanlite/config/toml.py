@@ -83,8 +83,10 @@ def values_to_toml(values: Mapping[str, Any]) -> str:
 
 def toml_value(value: Any) -> str:
     """Write a value as TOML; null, which TOML lacks, becomes "none", which load() understands."""
-    if value is None or isinstance(value, (bool, str)):
-        text = json.dumps("none" if value is None else value, ensure_ascii=False)
+    if value is None:
+        value = "none"
+    if isinstance(value, (bool, str)):
+        text = json.dumps(value, ensure_ascii=False)
         # The only control character that JSON allows and TOML does not.
         return text.replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
@@ -105,11 +107,11 @@ def toml_differences(old: str, new: str) -> dict[str, str]:
 
     before = flatten(tomllib.loads(old))
     after = flatten(tomllib.loads(new))
-    return {
-        key: f"{show(before, key)} -> {show(after, key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    }
+    differences = {}
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            differences[key] = f"{show(before, key)} -> {show(after, key)}"
+    return differences
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -42,7 +42,9 @@ SAMPLE_BYTES = 1 << 20
 
 def id_type(vocab_size: int) -> np.dtype:
     """Return the smallest type that holds the ids of a vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 def header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
@@ -91,7 +93,9 @@ def open_shard(path: Path, vocab_size: int, raw_type: str = "") -> Shard:
         raise UserError(
             f"{path} is not a token shard: it does not start with {MAGIC} and version 1 or 2"
         )
-    dtype = np.dtype(np.uint16 if first[1] == 1 else np.uint32)
+    dtype = np.dtype(np.uint32)
+    if first[1] == 1:
+        dtype = np.dtype(np.uint16)
     shard = Shard(path, dtype, HEADER_BYTES, int(first[2]))
     if shard.size != size:
         raise UserError(

@@ -349,8 +349,8 @@ def stopped(saved: Saved, completed: int, stop: str) -> Verdict:
     step = 0
     if completed or saved.by_this_run:
         step = saved.step + lost
-    early = EarlyExit(CUT_SHORT if lost else STOPPED, step, stop, lost)
-    return Verdict(early.code, early=early)
+    code = CUT_SHORT if lost else STOPPED
+    return Verdict(code, early=EarlyExit(code, step, stop, lost))
 
 
 def _of_launcher(words: str, seconds: float) -> Failure:

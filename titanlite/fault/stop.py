@@ -106,7 +106,8 @@ class Stop(threading.Thread):
         reason = self.reason
         if cause:
             reason += f"; {cause}"
-        return EarlyExit(CUT_SHORT if lost else STOPPED, OWN_PAGE.completed, reason, lost)
+        code = CUT_SHORT if lost else STOPPED
+        return EarlyExit(code, OWN_PAGE.completed, reason, lost)
 
     def leave(self, cause: str = "") -> int:
         """Record the early exit; return the exit code. Under titanlite's launcher it is 0, since no

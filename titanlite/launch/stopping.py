@@ -162,4 +162,5 @@ class Stopping:
         if self._config.checkpoint.enable and (step or self._has_trained):
             saved = newest(self._config) or 0
         lost = max(0, step - saved)
-        return EarlyExit(CUT_SHORT if lost else STOPPED, max(step, saved), self.reason, lost)
+        code = CUT_SHORT if lost else STOPPED
+        return EarlyExit(code, max(step, saved), self.reason, lost)

@@ -54,7 +54,9 @@ def flops_per_token(
     """
     named = [*parameters]
     some_trained = any(parameter.requires_grad for _, parameter in named)
-    products = again = backwards = 0
+    products = 0
+    again = 0
+    backwards = 0
     is_below = False  # whether an earlier parameter is trained
     for place, group in groupby(named, lambda item: _place(item[0], blocks)):
         members = [*group]
@@ -68,7 +70,8 @@ def flops_per_token(
             forward = 2 * round(parameter.numel() * rule.active)
             onward = some_trained if rule.tied else goes_on
             products += forward * (1 + parameter.requires_grad + onward)
-            again += forward * (is_block and goes_on)
+            if is_block and goes_on:
+                again += forward
         backwards += is_block and goes_on
         is_below = is_below or is_trained
     attention = 2 * shape.heads * 2 * shape.head_dim * seq_len

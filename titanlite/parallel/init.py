@@ -23,7 +23,7 @@ from titanlite.runtime.determinism import derive_seed
 BLOCK = 65536
 _CHUNK_ELEMENTS = 64 * BLOCK
 _MAX_THREADS = 16
-"""Each thread holds a chunk in memory; on a many-core node that would add up to gigabytes."""
+"""Each thread holds a chunk in memory; on a many-core node they would add up to gigabytes."""
 
 
 def materialize(

@@ -1,4 +1,4 @@
-"""Let a module compute with converted parameters; the parameters and their names stay."""
+"""Let a module compute with converted parameters, without changing them or their names."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -74,10 +74,8 @@ def _extended(
     """Return the totals of a rank's step, extrapolated from recordings of a few blocks and of a
     period more; None if their parts differ.
     """
-    few, more = (
-        add_up(recording, _places(one, shallow[0], job, rank))
-        for recording, one in zip(taken, shallow, strict=True)
-    )
+    few = add_up(taken[0], _places(shallow[0], shallow[0], job, rank))
+    more = add_up(taken[1], _places(shallow[1], shallow[0], job, rank))
     if few.moments.keys() == more.moments.keys():
         return few.extended(more, steps)
     return None

@@ -58,11 +58,9 @@ def _groups(job: Job, per_node: int) -> list[str]:
     for dimension, name in enumerate(DIMENSIONS):
         sides.append((job.layout.degrees, dimension, name))
     if job.layout.ep > 1:
-        sides += [
-            (job.layout.expert_degrees, d, name)
-            for d, name in enumerate(EXPERT_DIMENSIONS)
-            if d > 1
-        ]
+        for dimension, name in enumerate(EXPERT_DIMENSIONS):
+            if dimension > 1:
+                sides.append((job.layout.expert_degrees, dimension, name))
     for degrees, dimension, name in sides:
         if degrees[dimension] > 1:
             groups = (

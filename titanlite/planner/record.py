@@ -116,9 +116,7 @@ class Recording:
         return max(self.operations, key=lambda operation: operation.live).phase
 
     def collectives(self) -> Counter[Collective]:
-        return Counter(
-            operation.collective for operation in self.operations if operation.collective
-        )
+        return Counter(filter(None, (operation.collective for operation in self.operations)))
 
 
 class Moment(NamedTuple):

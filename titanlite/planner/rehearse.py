@@ -89,21 +89,10 @@ def rehearse(
     with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
         for part in parts:
             allocate(part, context.device)
-        no_decay = config.optimizer.no_decay
-        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
         guard = StepGuard(config.fault, context.device, job.layout.tp)
         if is_short:
             context = replace(context, job=shortened(job))
-        # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
-        gathered = partial(stand_ins.gathered, trained)
-        with real_tensors(), patch.object(muon, "gather_objects", gathered):
-            on_disk = config.training.offload_folder
-            built = config
-            if on_disk:
-                built = with_values(config, _WITHOUT_STATE)
-            optimizer = build_optimizer(trained, built, 0, mesh.stage)
-            model = build_runner(context, parts, 0, rank)
-            runner = StepRunner(context, model, trained, optimizer)
+        runner = _build_step_runner(context, parts, rank)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
         def step(first: int) -> Recording:
@@ -117,9 +106,26 @@ def rehearse(
         if is_short:
             first = 2
         found = step(first)
-        if on_disk:
-            found = replace(found, static={**found.static, DISK: optimizer_bytes(trained, config)})
+        if config.training.offload_folder:
+            on_disk = optimizer_bytes(runner.trained, config)
+            found = replace(found, static={**found.static, DISK: on_disk})
         return found
+
+
+def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) -> StepRunner:
+    """Return the runner of steps for a rank's parts of the model, with their optimizer."""
+    job = context.job
+    config = job.config
+    no_decay = config.optimizer.no_decay
+    trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
+    if config.training.offload_folder:
+        config = with_values(config, _WITHOUT_STATE)
+    # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
+    gathered = partial(stand_ins.gathered, trained)
+    with real_tensors(), patch.object(muon, "gather_objects", gathered):
+        optimizer = build_optimizer(trained, config, 0, context.mesh.stage)
+        model = build_runner(context, parts, 0, rank)
+        return StepRunner(context, model, trained, optimizer)
 
 
 @contextmanager

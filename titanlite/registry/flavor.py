@@ -44,8 +44,10 @@ def configured(
     except ValidationError as error:
         messages = []
         for each in error.errors():
-            path = ".".join(map(str, each["loc"]))
-            messages.append(f"{path}: {each['msg']}" if path else each["msg"])
+            message = each["msg"]
+            if each["loc"]:
+                message = f"{'.'.join(map(str, each['loc']))}: {message}"
+            messages.append(message)
         faults = "; ".join(messages)
         faults = faults.replace("Value error, ", "").replace("Input should be", "must be")
         # pydantic prints 1e-30 with thirty digits.

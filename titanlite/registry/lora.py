@@ -57,11 +57,10 @@ class Adapters:
         rows = []
         for rule in self.bases(rules).values():
             a, b = adapter_of(rule.pattern)
-            is_row = rule.tensor == "row"
             # The variance of kaiming_uniform(a=sqrt(5)), from a normal distribution.
             init = Init(std=3**-0.5, by_inputs=True)
-            rows += [
-                Rule(a, init, "row" if is_row else "replicated"),
-                Rule(b, zeros, "replicated" if is_row else "column"),
-            ]
+            if rule.tensor == "row":
+                rows += [Rule(a, init, "row"), Rule(b, zeros, "replicated")]
+            else:
+                rows += [Rule(a, init, "replicated"), Rule(b, zeros, "column")]
         return tuple(rows)

@@ -91,11 +91,11 @@ def assign(
     """
     table: dict[str, Rule] = {}
     legal = get_args(Role)
-    unknown = [rule for rule in rules if rule.tensor not in legal]
-    faults = [
-        f'the row {r.pattern} has the unknown role "{r.tensor}"; legal: {", ".join(legal)}'
-        for r in unknown
-    ]
+    faults = []
+    for rule in rules:
+        if rule.tensor not in legal:
+            role = f'the unknown role "{rule.tensor}"; legal: {", ".join(legal)}'
+            faults.append(f"the row {rule.pattern} has {role}")
     for name in names:
         matching = [rule for rule in rules if rule.match(name) is not None]
         if len(matching) == 1:
@@ -107,9 +107,9 @@ def assign(
         else:
             faults.append(f"{name} matches no row")
     used = {rule.pattern for rule in table.values()}
-    faults += [
-        f"the row {rule.pattern} matches no parameter" for rule in rules if rule.pattern not in used
-    ]
+    for rule in rules:
+        if rule.pattern not in used:
+            faults.append(f"the row {rule.pattern} matches no parameter")
     declared = {rule.tied: name for name, rule in table.items() if rule.tied}
     for second in sorted(declared.keys() | ties.keys()):
         if declared.get(second) != ties.get(second):
@@ -126,7 +126,8 @@ def assign(
 
 def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
     """Return the paths, inside a block, of the modules with expert weights."""
-    patterns = [
-        rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"
-    ]
-    return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+    paths: dict[str, None] = {}
+    for rule in rules:
+        if rule.tensor == "expert":
+            paths[rule.pattern.removeprefix(f"{blocks}.*.").rpartition(".")[0]] = None
+    return tuple(paths)

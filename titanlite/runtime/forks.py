@@ -246,7 +246,8 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
 def _stream(number: int, before: Any) -> io.TextIOWrapper:
     """Return a text stream like those that an interpreter opens at its start."""
     at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
-    raw = open(number, "wb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
+    buffering = 0 if at_once else -1
+    raw = open(number, "wb", buffering, closefd=False)  # noqa: SIM115
     by_line = os.isatty(number) or number == 2
     return io.TextIOWrapper(
         raw, before.encoding, before.errors, line_buffering=by_line, write_through=at_once

@@ -356,7 +356,8 @@ def record_memory_history(enable: bool) -> None:
     """Keep the GPU allocator's last 100,000 events, or stop doing so."""
     # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation uses this function and the
     # next.
-    torch.cuda.memory._record_memory_history("all" if enable else None, max_entries=100_000)
+    kept = "all" if enable else None
+    torch.cuda.memory._record_memory_history(kept, max_entries=100_000)
 
 
 def dump_memory_snapshot(path: Path) -> None:

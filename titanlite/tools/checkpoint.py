@@ -129,7 +129,10 @@ def _show(arguments: Namespace) -> int:
     mesh, versions = _environment(folder)
     position = list[str]()
     for name, value in read_state(folder)["position"].items():
-        position.append(f"{name} {value:,}" if name in _COUNTS else f"{name} {value}")
+        if name in _COUNTS:
+            position.append(f"{name} {value:,}")
+        else:
+            position.append(f"{name} {value}")
     model = {}
     for name, tensor in manifest.tensors.items():
         if name.startswith("model."):

@@ -98,7 +98,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
     with waiting("planning"):
         plan = make_plan(job, hardware, arguments.tokens, arguments.imbalance)
-    print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print(report(plan))
     if arguments.html:
         from titanlite.planner.page import write_page
 

@@ -104,9 +104,6 @@ class Report:
         memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
-        mfu = None
-        if self.peak:
-            mfu = 100 * tflops / self.peak
         record = StepRecord(
             step=step,
             loss=global_loss,
@@ -116,7 +113,7 @@ class Report:
             tokens=tokens,
             tps=tps,
             tflops=tflops,
-            mfu=mfu,
+            mfu=self._mfu(tflops),
             step_seconds=clock.seconds,
             step_seconds_p50=clock.percentile(50),
             step_seconds_p95=clock.percentile(95),
@@ -131,6 +128,12 @@ class Report:
         tags |= record.tags() | {f"moe/{name}": value for name, value in of_experts.items()}
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
+
+    def _mfu(self, tflops: float) -> float | None:
+        """Return the percentage of the device's peak, if that is known."""
+        if self.peak:
+            return 100 * tflops / self.peak
+        return None
 
     def _warn_of_retries(self, tags: Values) -> None:
         retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator

@@ -32,22 +32,12 @@ def describe_start(trainer: Trainer) -> list[str]:
     job = trainer.job
     config = trainer.job.config
     training = config.training
-    optimizer = config.optimizer
-    unused = get_optimizer(optimizer.name, config.model.package).unused
-    how = ""
-    if "implementation" not in unused:
-        how = f" ({implementation(optimizer)})"
-    whole = trained_parameters(
-        [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
-    )
-    decayed = sum(item.decays for item in whole)
     rows = {}
-    installed = versions()
     if config.job.description:
         rows["run"] = config.job.description
-    rows["titanlite"] = (
-        f"{installed['titanlite']}, torch {torch.__version__}, Python {installed['python']}"
-    )
+    installed = versions()
+    python = installed["python"]
+    rows["titanlite"] = f"{installed['titanlite']}, torch {torch.__version__}, Python {python}"
     rows["model"] = _describe_model(trainer)
     rows["device"] = _describe_device(trainer)
     rows["mesh"] = str(job.layout)
@@ -63,10 +53,7 @@ def describe_start(trainer: Trainer) -> list[str]:
         f"reduction {training.mixed_precision_reduce})"
     )
     rows["memory"] = _describe_memory(trainer)
-    rows["optimizer"] = (
-        f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} on {decayed} tensors, "
-        f"none on {len(whole) - decayed}"
-    )
+    rows["optimizer"] = _describe_optimizer(trainer)
     rows["seed"] = f"{trainer.seed}"
     if config.debug.deterministic:
         rows["seed"] += ", deterministic algorithms"
@@ -75,6 +62,19 @@ def describe_start(trainer: Trainer) -> list[str]:
     if config.compile.enable:
         changes.append("compiling in the first step, which may take minutes")
     return [*lines, *trainer.notes, *filter(None, changes)]
+
+
+def _describe_optimizer(trainer: Trainer) -> str:
+    job = trainer.job
+    settings = job.config.optimizer
+    name = settings.name
+    if "implementation" not in get_optimizer(name, job.config.model.package).unused:
+        name += f" ({implementation(settings)})"
+    table = trainer.report.context.table
+    whole = trained_parameters([trainer.model], table, job.spec.blocks, settings.no_decay)
+    decayed = sum(item.decays for item in whole)
+    decay = f"weight decay {settings.weight_decay:g} on {decayed} tensors"
+    return f"{name}, {decay}, none on {len(whole) - decayed}"
 
 
 def _describe_memory(trainer: Trainer) -> str:

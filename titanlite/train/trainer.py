@@ -133,9 +133,8 @@ class Trainer:
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
         report = _build_report(context, model, data, rank_info, log)  # counts the unchanged model
-        initial_seed: int | None = seed
-        if resume.continues and not resume.exclude:
-            initial_seed = None  # the checkpoint fills all weights
+        is_filled = resume.continues and not resume.exclude  # by the checkpoint
+        initial_seed = None if is_filled else seed
         parts, notes = build_parts(model, context, initial_seed)
         # The groups of the mesh and of FSDP2 start with torch's default of 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)

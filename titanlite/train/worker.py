@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,22 +141,12 @@ def run(
         stop.listen()
     _check_float8(job, device)  # under torchrun no launcher has checked it
     with process_group(rank, device, config.comm, folder, environ):
-        messages = ["", ""]
+        finished = ""
+        notice = ""
         if LAUNCHED not in environ:  # otherwise the launcher did this
-            look: Callable[[], str | None] = str
-            if rank.rank == 0:
-                look = partial(status.look, config)
-            run_on_all_ranks(dist.group.WORLD, "checkpoint.folder", look, UserError)
-            finished = ""
-            if rank.rank == 0:
-                finished = status.finished_message(config)
-            take = rank.rank == 0 and not finished
-            start = partial(status.take_folder, job.given) if take else str
-            messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
-            dist.broadcast_object_list(messages)
+            finished, notice = _take_folder(job, rank)
         elif rank.rank == 0:
             lock.join(folder / lock.RUN_LOCK)
-        finished, notice = messages
         log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))
         if finished or notice:
             log.info(finished or notice)
@@ -178,6 +169,27 @@ def run(
     if trainer.stopped:
         return stop.leave()
     return OK
+
+
+def _take_folder(job: Job, rank: RankInfo) -> list[Any]:
+    """Take the dump folder for a run without a launcher.
+
+    Return on all ranks a message if the run is finished already, and one about what was in the
+    folder.
+    """
+    look: Callable[[], object] = str
+    start: Callable[[], str] = str
+    if rank.rank == 0:
+        look = partial(status.look, job.config)
+    run_on_all_ranks(dist.group.WORLD, "checkpoint.folder", look, UserError)
+    finished = ""
+    if rank.rank == 0:
+        finished = status.finished_message(job.config)
+        if not finished:
+            start = partial(status.take_folder, job.given)
+    messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
+    dist.broadcast_object_list(messages)
+    return messages
 
 
 def _check_float8(job: Job, device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Keys whose needs are not met: they are refused, or have no effect."""
 
+from itertools import chain
+
 from titanlite.config.layout import Batch, Layout
 from titanlite.config.rules.check import Check, Refusals
 from titanlite.config.schema import NEEDS, JobConfig, is_set
@@ -32,7 +34,7 @@ def idle_keys(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]
     for key, declared in NEEDS.items():
         if not is_set(config, key):
             continue
-        for need in (need for needs in declared for need in needs.conditions):
+        for need in chain.from_iterable(needs.conditions for needs in declared):
             if isinstance(need, MeshCondition):
                 holds = need.holds(config, layout, batch)
                 lack = "on 1 rank" if layout.world == 1 and need.by_ranks else need.lack

@@ -139,9 +139,8 @@ def _find_modules(
     split = split_layers(layers, number, first, last)
     if split:
         starts = [len(spec.before) + part.start for part in split[1:]]
-        return tuple(
-            tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)])
-        )
+        bounds = pairwise([0, *starts, len(modules)])
+        return tuple(tuple(modules[start:end]) for start, end in bounds)
     each = (layers + first + last) // number
     counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
     why = f"{counted} give {number} stages {each} or {each + 1}"

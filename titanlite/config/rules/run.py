@@ -136,12 +136,13 @@ def _adapters_fit(config: JobConfig, spec: ModelSpec, model: Any) -> Refusals:
         yield "lora.dropout", why
 
 
-def _names_are_registered(
-    config: JobConfig, spec: ModelSpec
-) -> Refusals:  # once model.package is imported
+def _names_are_registered(config: JobConfig, spec: ModelSpec) -> Refusals:
+    """Check names that model.package may register, which has been imported."""
     converters = []
-    for x in config.model.converters:
-        converters.append("float8" if x in FLOAT8_CONVERTERS else x)
+    for name in config.model.converters:
+        if name in FLOAT8_CONVERTERS:
+            name = "float8"
+        converters.append(name)
     for key, names, find in (
         ("model.converters", converters, find_converter),
         ("metrics.sinks", config.metrics.sinks, get_sink),
@@ -182,7 +183,9 @@ def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     warmup = schedule.warmup_steps
-    decay = round(total * (schedule.decay_ratio or 0))
+    decay = 0
+    if schedule.decay_ratio:
+        decay = round(total * schedule.decay_ratio)
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
         yield (
