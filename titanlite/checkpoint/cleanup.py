@@ -1,4 +1,4 @@
-"""Delete checkpoints, and what killed saves left. No torch."""
+"""Delete checkpoints, and what killed saves left behind. No torch."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ SEEN_BY_ALL = ".seen-by-all-"
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint: first its name, so that half of one is never taken for a complete one.
+    """Delete a checkpoint, its name first, so that a half-deleted one never seems complete.
 
-    If it is a link to another place, such as an archive, only the link is deleted.
+    Of a link to another place, such as an archive, only the link is deleted.
     """
     if is_remote(folder):
         transfer.remove(folder)

@@ -1,5 +1,5 @@
-"""Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
-tensor is changed.
+"""Find the checkpoint that a run starts from, verify it, and load it. Everything is compared before
+any tensor is changed.
 """
 
 import logging
@@ -52,10 +52,10 @@ _FLOAT = re.compile("^(b?float(16|32|64))")
 def latest_verified(
     root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
 ) -> Resume | None:
-    """Return the newest checkpoint that can be resumed, of those before a step, logging why newer
-    ones are skipped; None if there are none.
+    """Return the newest resumable checkpoint from before a step, logging why newer ones are
+    skipped; None if there are none.
 
-    With `full`, every byte is read; otherwise only small files and the sizes of the others.
+    With `full`, every byte is verified; otherwise only small files and the sizes of the others.
     """
     steps = [step for step in _committed(root, group) if step < before]
     for step in reversed(steps):
@@ -73,7 +73,7 @@ def latest_verified(
 
 
 def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
-    """Return the checkpoint of this step, to be resumed."""
+    """Return the checkpoint of this step, for a resume."""
     require_step(root, step, _committed(root, group))
     return _verified(
         "checkpoint.load_step", step_folder(root, step), full, group, weights_only=False
@@ -81,8 +81,8 @@ def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resu
 
 
 def newest(path: Path, group: dist.ProcessGroup) -> tuple[Path, bool]:
-    """Return the newest checkpoint in a folder of them or of a run, or the place itself, and
-    whether it is of another program, as rank 0 sees them.
+    """Return the newest checkpoint in a folder of checkpoints or of a run, or the place itself, and
+    whether another program wrote it, as seen by rank 0.
     """
     found = newest_of(path) if rank_in(group) == 0 else None
     name, is_others = gather_objects((f"{found}", bool(found and is_foreign(found))), group)[0]
@@ -90,13 +90,13 @@ def newest(path: Path, group: dist.ProcessGroup) -> tuple[Path, bool]:
 
 
 def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
-    """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
+    """Return a checkpoint anywhere, or the newest one in a folder of checkpoints or of a run."""
     folder, _ = newest(path, group)
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 
 def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
-    """Return the committed steps that rank 0 sees; the other ranks do not list the folder."""
+    """Return the committed steps, as seen by rank 0; the other ranks do not list the folder."""
     steps: list[int] = []
     if rank_in(group) == 0:
         steps = transfer.steps(root)
@@ -125,7 +125,7 @@ def _verify(
 ) -> tuple[Resume | None, list[str]]:
     """Return a checkpoint, or its faults on any rank.
 
-    Each rank looks at an equal share of the files, with `full` at their bytes too.
+    Each rank checks an equal share of the files; with `full`, also their bytes.
     """
     manifest = None
     failure = ""
@@ -139,7 +139,7 @@ def _verify(
         problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
         if full and remote and not problems:
             with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
-                pass  # verified; `read` finds it there
+                pass  # verified now; `read` finds the files there
     except (CorruptCheckpoint, *MISSING) as error:
         problems = [str(error)]
     except Unreadable as error:
@@ -169,7 +169,7 @@ def _verify(
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
-    """Load a checkpoint into the live tensors, all of it or nothing."""
+    """Load a checkpoint into the live tensors: everything or nothing."""
     manifest = resume.foreign or resume.manifest
     folder = resume.folder
     assert manifest and folder
@@ -188,12 +188,12 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     if resume.continues:
         names.add(DATA)
     check_exclude_patterns(resume.exclude, names)
-    if resume.foreign and not resume.continues:  # which casts weights as it reads them
+    if resume.foreign and not resume.continues:  # weights are cast when they are read
         saved, wanted = (
             {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
             for side in (saved, wanted)
         )
-    if not any(map(is_adapter, saved)):  # a base has none: they begin anew
+    if not any(map(is_adapter, saved)):  # a base has no adapters, which then start fresh
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, resume.exclude)}
     both = manifest.tensors, tensors
@@ -227,9 +227,8 @@ def _describe(dtype: str, shape: Sequence[int]) -> str:
 def load_tensors(
     folder: Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint of any mesh, without a process group.
-
-    By default all of them.
+    """Return whole tensors, by default all, of a checkpoint from any mesh; no process group is
+    needed.
     """
     manifest = manifest or read_manifest(folder)
     entries = {

@@ -1,4 +1,4 @@
-"""Where a run saves its checkpoints, and where a place that a user names has some. No torch."""
+"""Where a run saves its checkpoints, and which checkpoints a user's path stands for. No torch."""
 
 from pathlib import Path
 
@@ -18,29 +18,29 @@ from titanlite.runtime.bucket import Uploads, place
 
 
 def checkpoint_root(config: JobConfig) -> Path:
-    """Return where a run saves; in a bucket, with the config's bounds of an upload."""
+    """Return where a run saves; for a bucket, with the config's limits of uploads."""
     given = config.checkpoint
     if not is_url(given.folder):
         return Path(config.job.dump_folder, given.folder)
-    # Before the other ranks give up: the error names the object.
+    # End before the other ranks give up, since this error names the object.
     limit = 0.9 * config.comm.checkpoint_timeout_seconds
     bounds = given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds
     return place(given.folder, uploads=Uploads(*bounds, limit))
 
 
 def saved_root(dump_folder: Path) -> str:
-    """Return where the run in a dump folder saves its checkpoints, by its config."""
+    """Return where the run in a dump folder saves its checkpoints, according to its config."""
     try:
         folder = tomllib.loads(store.read(dump_folder / CONFIG).decode())["checkpoint"]["folder"]
         return folder if is_url(folder) else f"{dump_folder / folder}"
-    except (OSError, ValueError, LookupError, TypeError):  # no config, or none of a run
+    except (OSError, ValueError, LookupError, TypeError):  # no config, or not that of a run
         return f"{dump_folder}/checkpoint"
 
 
 def newest_of(path: Path) -> Path:
-    """Return the newest of a place's checkpoints, or the place itself if it has none.
+    """Return the newest checkpoint of a place, or the place itself if it has none.
 
-    One that another program was writing when it died counts only if there is no other.
+    An incomplete one, left by another program, counts only if there is no other.
     """
     found = [path, *checkpoints_of(path)]
     return next((each for each in reversed(found[1:]) if not is_torn(each)), found[-1])
@@ -51,6 +51,7 @@ def checkpoints_of(path: Path) -> list[Path]:
     if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
         return [path]
     for root in map(place, (f"{path}", saved_root(path), f"{path}/checkpoint")):
-        if steps := committed(root):
+        steps = committed(root)
+        if steps:
             return [step_folder(root, step) for step in steps]
     return []

@@ -57,7 +57,7 @@ def find(folder: CheckpointFolder) -> Resume:
 
 
 def _from_torchtitan(folder: CheckpointFolder, path: Path) -> Resume:
-    """Open a checkpoint of TorchTitan, whose samples are taken for those of this run's batches."""
+    """Open a checkpoint of TorchTitan; its steps are assumed to have had this run's batch size."""
     job = folder.job
     read = partial(TorchTitanCheckpoint, path, job.spec, job.model_config)
     foreign = run_on_all_ranks(folder.group, "checkpoint.initial_load_path", read, UserError)
@@ -84,7 +84,7 @@ def find_before(folder: CheckpointFolder, step: int) -> Resume:
 
 
 def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> None:
-    """Load it, and log the starting point and differences from the saved run."""
+    """Load the state, and log the starting point and differences from the saved run."""
     log = folder.log
     if resume.folder is None:
         if folder.settings.enable:
@@ -120,6 +120,7 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
 
 def _has_dropout(state: TrainingState) -> bool:
     """Return whether any stage of the model has dropout."""
-    modules = [module for part in state.parts for module in part.modules()]
-    own = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+    own = False
+    for part in state.parts:
+        own |= any(isinstance(each, nn.Dropout) and each.p > 0 for each in part.modules())
     return any(gather_objects(own, state.stages))

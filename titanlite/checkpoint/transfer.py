@@ -1,6 +1,6 @@
-"""Checkpoints on object stores: copied file by file, verified on the way, and the manifest last.
+"""Checkpoints on object stores: copied file by file, verified on the way, with the manifest last.
 
-A step is there exactly when its manifest is. No torch.
+A step exists exactly if its manifest does. No torch.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ _IN_USE = ".in-use"
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps in a place. A list without the step that `latest` names is not believed
-    where that step is there.
+    """Return the steps in a place; raise if the listing lacks the step that `latest` names although
+    it exists.
     """
     found = committed(root)
     newest = named_latest(root)
@@ -47,7 +47,7 @@ def steps(root: Path) -> list[int]:
 
 
 def copy_records(outer: Path, root: Path) -> None:
-    """Copy the metrics and the config of a run into a bucket."""
+    """Copy the metrics and the config of a run to a bucket."""
     for name in (METRICS, CONFIG):
         if store.exists(outer / name):
             store.copy(outer / name, root / name)
@@ -60,7 +60,7 @@ def fetch_metrics(root: Path, outer: Path) -> None:
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """Return the files of tensors that a rank brings; on as many ranks as wrote them, its own."""
+    """Return the files of tensors that a rank fetches; on as many ranks as wrote them, its own."""
     files = sorted(manifest.files, key=lambda name: (len(name), name))
     files = [name for name in files if name.endswith(".safetensors")]
     return [name for at, name in enumerate(files) if at * ranks // len(files) == rank]
@@ -68,8 +68,9 @@ def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
 
 @contextmanager
 def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Path]:
-    """Yield the folder with files of a checkpoint: its own, or for one in a bucket a cache, where
-    they are brought once for all processes of a node, and verified, and stay while one uses it.
+    """Yield a folder with files of a checkpoint: the checkpoint itself, or a cache if it is in a
+    bucket. The cache is filled once for all processes of a node, verified, and kept while one of
+    them uses it.
     """
     if not is_remote(step):
         yield step
@@ -120,7 +121,9 @@ def _copy_file(path: Path, target: Path, file: File) -> None:
 
 
 def is_copy(source: Path, target: Path) -> bool:
-    """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
+    """Return whether a folder has all files of a checkpoint, at their recorded sizes, and its
+    manifest.
+    """
     return is_complete(target) and flat_manifest(target) == flat_manifest(source)
 
 

@@ -1,4 +1,4 @@
-"""Look at what a run starts from, before its workers start."""
+"""Check what a run starts from, before its workers start."""
 
 from pathlib import Path
 
@@ -19,23 +19,26 @@ from titanlite.errors import UserError
 
 
 def check_start(config: JobConfig, job: Job | None = None) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
-    of Hugging Face's folders only if they are missing.
+    """Raise if the checkpoint to start from is missing or damaged, judging by its manifest and file
+    sizes. Without a job, a folder of another format is only checked for existence.
     """
     settings = config.checkpoint
-    steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
+    steps = times(config) if settings.enable else {}
+    path = Path(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
         if in_bucket(config):
-            return  # it is looked for there
+            return  # the workers look for it there
         root = checkpoint_root(config)
         require_step(root, settings.load_step, sorted(steps))
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
     elif is_url(settings.initial_load_path) or is_url(saved_root(path)):
-        return  # no bucket is opened here
+        return  # buckets are not opened here
     elif settings.initial_load_path and not steps:
-        newest = path if settings.initial_load_in_hf else newest_of(path)
+        newest = path
+        if not settings.initial_load_in_hf:
+            newest = newest_of(path)
         if not settings.initial_load_in_hf and not is_foreign(newest):
             resumable = not settings.initial_load_model_only
             _require_complete("checkpoint.initial_load_path", newest, resumable)
@@ -59,7 +62,8 @@ def _open_foreign(job: Job, path: Path) -> None:
         HuggingFaceFolder(path, job.spec, job.model_config, settings.exclude_from_loading)
     else:
         found = TorchTitanCheckpoint(path, job.spec, job.model_config)
-        _ = settings.initial_load_model_only or found.progress
+        if not settings.initial_load_model_only:
+            _ = found.progress  # raises if it is missing
 
 
 def _require_complete(key: str, folder: Path, resumable: bool) -> None:

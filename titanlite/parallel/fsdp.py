@@ -1,4 +1,5 @@
-"""FSDP2 and HSDP: groups of modules with one all-gather, its precision, and sums of gradients.
+"""FSDP2 and HSDP: which modules share an all-gather, in which precision, and how gradients are
+summed.
 
 Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the same numbers.
 """
@@ -30,9 +31,8 @@ from titanlite.runtime import torch_private
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Apply FSDP2 to each group of modules that the part has, then to its root.
-
-    Then set the prefetch schedule.
+    """Apply FSDP2 to each group of modules in the part, then to its root; set the prefetch
+    schedule.
     """
     job = context.job
     if not _is_needed(job):
@@ -75,7 +75,7 @@ def _shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # It would cast the rotary tables too; hidden states have the type already.
+        # Casting would change the rotary tables too; hidden states already have the right type.
         cast_forward_inputs=False,
     )
     offload = OffloadPolicy()
@@ -88,9 +88,11 @@ def _shard(
         offload_policy=offload,
         ignored_params=set(replicated_parameters(model, context)),
     )
-    weights = {weight for module in experts for weight in module.parameters()}
-    # Inner modules before outer ones: experts before their block. A group of the root is number 0,
-    # so that it comes last and takes all the rest.
+    weights: set[nn.Parameter] = set()
+    for module in experts:
+        weights.update(module.parameters())
+    # Inner modules before outer ones: experts before their block. A root group is number 0, so it
+    # comes last and takes all the rest.
     for number in reversed(range(len(groups))):
         modules = groups[number]
         mesh = _mesh_of(modules[0], context, experts)
@@ -117,14 +119,14 @@ def _reshard(job: Job, is_last: bool) -> bool | int:
     if isinstance(policy, int):
         return policy
     if policy == "default":
-        # The backward pass needs the last group again at once, so that it stays gathered. Under
-        # pipeline parallel all stay, since the next micro-batch needs them.
+        # The backward pass needs the last group right away, so it stays gathered. Under pipeline
+        # parallel all groups stay, since the next micro-batch needs them.
         return not is_last and job.layout.pp == 1
     return policy == "always"
 
 
 def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Module]) -> None:
-    """Let FSDP2 sum gradients, not average them: the loss is divided by all ranks' valid tokens."""
+    """Let FSDP2 sum gradients, not average them: the loss is divided by the global valid tokens."""
     float8 = context.job.config.quantize.linear.float8
     as_bytes = context.device.type == "cpu" and float8.enable_fsdp_float8_all_gather
     for module in model.modules():
@@ -142,8 +144,8 @@ def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Mo
 def _gather_for_backward(module: nn.Module, args: object) -> None:
     """Gather experts for their backward pass when their block is recomputed, and keep them.
 
-    Else FSDP2 would take it for another forward pass: gather the next groups ahead, and free and
-    gather the experts again.
+    Otherwise FSDP2 would mistake it for another forward pass: prefetch the next groups, free the
+    experts, and gather them again.
     """
     if torch_private.is_recomputing():
         torch_private.begin_backward(module)
@@ -152,9 +154,9 @@ def _gather_for_backward(module: nn.Module, args: object) -> None:
 def _dimension_of_experts(
     weights: Collection[nn.Parameter], ranks: int, context: Context, parameter: nn.Parameter
 ) -> Shard | None:
-    """Return the dimension that shards an expert weight; None for other weights.
+    """Return the dimension in which an expert's weight is sharded; None for other weights.
 
-    FSDP2 pads dimension 0 alone.
+    FSDP2 pads only dimension 0.
     """
     if parameter not in weights:
         return None

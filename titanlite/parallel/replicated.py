@@ -46,7 +46,7 @@ def kept_whole(job: Job, table: Mapping[str, Rule]) -> list[str]:
     if len(names) == len(table):
         raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
     experts = [name for name in names if table[name].tensor == "expert"]
-    if experts and job.layout.experts_on_own_mesh:  # which have other ranks to sum over
+    if experts and job.layout.experts_on_own_mesh:  # their gradients are summed over other ranks
         why = "experts are always sharded with expert or tensor parallel; name the other parameters"
         raise UserError(f"{KEY} matches {experts[0]}: {why}")
     return names

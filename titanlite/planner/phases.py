@@ -1,4 +1,4 @@
-"""Name what a rehearsed step does: its phases, and the events of a pipeline rank."""
+"""Name the phases of a rehearsed step, and the events of a pipeline rank."""
 
 import re
 from collections.abc import Callable
@@ -22,12 +22,12 @@ _TRANSFERS = {
     "get_bwd_recv_ops": "backward receive",
     "get_bwd_send_ops": "backward send",
 }
-"""What torch calls for what a stage receives and sends, and the phase of each."""
+"""The methods that torch calls for what a stage receives and sends, and the phase of each."""
 
 
 def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name actions and the gaps between them, and what stages compute: blocks, and what comes
-    before and after them in a stage.
+    """Name actions and the gaps between them, and what a stage computes: its blocks, and what runs
+    before and after them.
     """
     begin = pipeline.begin
 
@@ -35,8 +35,10 @@ def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSta
         stage = next(stage for stage in pipeline.stages if stage.stage_index == index)
         regions = PHASE_OF_REGION | _regions(stage, kind, pipeline.context)
         counting.phase_of_region = regions.get
-        phase = regions["forward" if kind == "F" else "backward"]
-        counting.begin(Event(kind, index, number), phase)
+        direction = "backward"
+        if kind == "F":
+            direction = "forward"
+        counting.begin(Event(kind, index, number), regions[direction])
         begin(index, kind, number)
 
     def gather(index: int) -> None:
@@ -69,9 +71,10 @@ def _step(
     pipeline: Pipeline, counting: Counting, step: Callable[..., None], losses: list[torch.Tensor],
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run the schedule, and add the losses of micro-batches that it left out."""
+    """Run the schedule, and add the losses of the micro-batches that it left out."""
     step(losses=losses, **options)
-    if left_out := len(options["target"]) - pipeline.job.stages.micro_batches:
+    left_out = len(options["target"]) - pipeline.job.stages.micro_batches
+    if left_out:
         counting.begin(Event("left out"), "head")
         losses += [loss.clone() for loss in losses[:1] * left_out]
     counting.begin(Event("rest"), "sum of losses")
@@ -81,7 +84,7 @@ def _step(
 def _transfer(
     counting: Counting, phase: str, index: int, operations: Callable[[int], list[Any]], number: int
 ) -> list[Any]:
-    """Begin to receive, or tell the operations of a send what they begin."""
+    """Begin to receive, or attach to the operations of a send the event that they begin."""
     direction, verb = phase.split()
     event = Event(f"{verb} {direction[0].upper()}", index, number)
     if verb == "receive":
@@ -96,13 +99,15 @@ def _name_groups(
     blocks: str, counting: Counting, event: Event | None, phase: str, run: Callable[..., Any],
     *args: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """Gather or reduce a stage's parameters outside of its actions, and name the blocks by FSDP2's
-    regions.
+    """Gather or reduce a stage's parameters outside of its actions, and name the blocks after
+    FSDP2's regions.
     """
 
     def phase_of(region: str) -> str:
         block = re.search(rf"\({re.escape(blocks)}\.(\d+)", region)
-        return f"{phase} {block[1]}" if block else phase
+        if block:
+            return f"{phase} {block[1]}"
+        return phase
 
     counting.begin(event or counting.event, phase)
     counting.phase_of_region = phase_of
@@ -110,8 +115,10 @@ def _name_groups(
 
 
 def _regions(stage: Any, kind: str, context: Context) -> dict[str, str]:
-    """Return the phases that begin a stage's action, where they are not those of a whole model."""
-    begins = {} if stage.is_first else {"forward": "forward input"}
+    """Return the phases that begin a stage's action, where they differ from a whole model's."""
+    begins = {}
+    if not stage.is_first:
+        begins = {"forward": "forward input"}
     if stage.is_last and not context.blocks(stage.submod):
         begins = {"forward": "head"}
     if kind == "W":
@@ -129,8 +136,8 @@ def name_phases(
     before: str = "embedding",
     after: str = "head",
 ) -> None:
-    """Name the block that is computed in the counting, and the code before and after the blocks; a
-    block begins when its parameters are gathered.
+    """Name each block, and the code before and after the blocks, as phases of the counting; a block
+    begins when its parameters are gathered.
     """
 
     def on_gradient(phase: str, hidden: Any) -> None:

@@ -1,8 +1,8 @@
-"""Object stores, by obstore: `place` returns for a URL what a Path is for a folder, as far as
-checkpoints need one.
+"""Object stores, accessed with obstore: for a URL, `place` returns an object with the methods of
+Path that checkpoints need.
 
-A stored object is whole or not there, and nothing is renamed. Every request is bounded in time. No
-fork may use a store: the child would hang, and its parent.
+An object is either complete or absent, and nothing is renamed. Every request is bounded in time. A
+fork must not use a store: both the child and its parent would hang.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ class Uploads:
     """How an object is stored."""
 
     parallel: int = 4
-    """Parts on their way at once."""
+    """Parts in flight at once."""
     part: int = 16 << 20
-    """Bytes of a part, and most of an object of one request; more where parts would be too many."""
+    """Bytes of a part, and of the largest object sent in one request; more if there would be too
+    many parts.
+    """
     timeout: float = 0
-    """Seconds until a part without an answer is sent again; 0: those of any request."""
+    """Seconds after which an unanswered part is sent again; 0: as for any request."""
     limit: float = math.inf
-    """Most seconds of an object."""
+    """Time limit for an object, in seconds."""
 
 
 class Bucket:
     """A bucket or container, such as s3://NAME, in the process that opened it."""
 
     def __init__(self, url: str, patience: float, uploads: Uploads) -> None:
-        """Find the credentials; nothing is asked of the store yet."""
+        """Find the credentials, without a request to the store."""
         self.url = url
         self._settings = uploads
         try:
@@ -96,7 +98,7 @@ class Bucket:
             return getattr(store, name)(*arguments, **options)
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
-        """Store an object of about this size from blocks, none of which may change later."""
+        """Store an object of about this size from blocks, which must not change later."""
         import asyncio  # late: most processes use no store
 
         given = self._settings
@@ -134,8 +136,8 @@ class Bucket:
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Store a small object if there is none; return False if another writer was first.
 
-        No other call may have the same content: the answer may get lost, and the request, which
-        is sent again, is refused then.
+        The content must be unique to this call: if the answer gets lost, the request is sent again
+        and refused, and only the content tells who was first.
         """
         for tries_left in reversed(range(3)):
             try:
@@ -149,13 +151,13 @@ class Bucket:
         return False
 
     def read_range(self, key: str, start: int, size: int) -> tuple[bytes, Any]:
-        """Return bytes of an object, and what the store says of it."""
+        """Return bytes of an object, and its metadata."""
         with self.explained():
             found = self.call("get", key, options={"range": (start, start + size)})
             return found.bytes(), found.meta
 
     def blocks(self, key: str) -> Iterator[bytes]:
-        """Yield the content of an object, all of one version."""
+        """Yield the content of an object, all from one version."""
         with self.explained():
             found = self.call("get", key)
             size, tag = found.meta["size"], found.meta["e_tag"]
@@ -184,12 +186,12 @@ def _pieces(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[memoryv
 
 @dataclass(frozen=True)
 class BucketPath:
-    """A place in a bucket, with those methods of Path that checkpoints call."""
+    """A place in a bucket, with the methods of Path that checkpoints call."""
 
     bucket: Bucket
     key: str
     entry: Any = field(default=None, compare=False)
-    """What a list says of an object."""
+    """The object's entry in a listing, if known."""
 
     def __str__(self) -> str:
         return f"{self.bucket.url}/{self.key}".rstrip("/")
@@ -216,7 +218,7 @@ class BucketPath:
             yield BucketPath(self.bucket, entry["path"], entry)
 
     def below(self) -> dict[str, Any]:
-        """Return what a list says of every object in this folder and below, by name."""
+        """Return the listing's entry of every object in this folder and below, by name."""
         with self.bucket.explained():
             found = [entry for part in self.bucket.call("list", self.key) for entry in part]
         return {entry["path"][len(self.key) :].lstrip("/"): entry for entry in found}
@@ -245,7 +247,7 @@ class BucketPath:
             self.bucket.call("delete", self.key)
 
     def remove(self) -> None:
-        """Delete an object, or a folder, which some stores list when it is empty."""
+        """Delete an object, or a folder, which some stores list even when empty."""
         inside = [self / name for name in self.below()]
         with suppress(FileNotFoundError):
             self.bucket.call("delete", [path.key for path in inside])
@@ -269,7 +271,7 @@ def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
 
 
 def local_folder(text: str) -> Path:
-    """Return a folder of this machine, where no URL is accepted."""
+    """Return a local folder; refuse a URL."""
     if is_url(text):
         raise UserError(f"{text}: legal: a folder here, which the store's own command can upload")
     return Path(text)
@@ -280,8 +282,8 @@ def is_remote(path: object) -> bool:
 
 
 def check(url: str, patience: float = 5) -> None:
-    """Raise unless this process may list, write, read and delete there, and the store can refuse a
-    second writer.
+    """Raise unless this process may list, write, read and delete there, and the store can refuse to
+    overwrite an object.
     """
     root: Any = place(url, patience)
     probe = root / f".probe-{uuid4().hex}"
@@ -310,7 +312,9 @@ def check(url: str, patience: float = 5) -> None:
 
 
 def in_own_process(module: str, *arguments: str) -> str:
-    """Run a module that uses a store, for a launcher, which forks; return what it prints."""
+    """Run a module that uses a store, for a launcher, which must not do so itself because it forks;
+    return what the module prints.
+    """
     result = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True
     )
@@ -321,7 +325,7 @@ def in_own_process(module: str, *arguments: str) -> str:
 
 
 def main(function: Callable[[str], object], url: str) -> int:
-    """Call a function of a place, for `in_own_process`; print its result, or its error."""
+    """Call a function with a URL, for `in_own_process`; print its result or its error."""
     try:
         print(function(url) or "")
     except BucketError as error:

@@ -1,9 +1,9 @@
 """Every file-system call of checkpoints outside safetensors, for a folder that all ranks share.
 
-`checkpoint/commit.py` relies on this: what `write` and `sync` were given is on the disk when they
-return, the same holds for the new name that `rename` gives, and `rename` is atomic. Places in
-buckets (bucket.py) are taken by all but `write_blocks`, `whole_file`, `sync`, `rename` and those
-that ask a file system; there `publish` creates the manifest, and an object is whole or not there.
+`checkpoint/commit.py` relies on the following: when `write`, `sync` and `rename` return, the data
+or the new name is on disk, and `rename` is atomic. All functions but `write_blocks`, `whole_file`,
+`sync`, `rename` and those about a file system also take places in buckets (bucket.py). There,
+`publish` creates the manifest, and an object is either complete or absent.
 """
 
 import os
@@ -29,14 +29,14 @@ def make_folder(folder: Path) -> None:
 
 
 def staging_folder(target: Path, token: str) -> Path:
-    """Return where the files of a folder are written until it is published."""
+    """Return where a folder's files are written until it is published."""
     if isinstance(target, BucketPath):
         return target / token
     return target.with_name(f".{target.name}.{token}.staging")
 
 
 def user_cache() -> Path:
-    """Return the user's folder of what can be made again."""
+    """Return the user's cache folder; its content can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
 
 
@@ -120,7 +120,7 @@ def write_and_sum(
 
 
 class Counted:
-    """Blocks, and the size and checksum of those that were taken."""
+    """Blocks, and the size and checksum of those consumed so far."""
 
     def __init__(self, blocks: Iterable[bytes | memoryview]) -> None:
         self._blocks = blocks
@@ -134,13 +134,13 @@ class Counted:
 
 
 def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a large file from its blocks, not yet to the disk."""
+    """Write a large file from its blocks, without syncing it to disk."""
     with path.open("wb") as file:
         file.writelines(blocks)
 
 
 def copy(path: Path, target: Path) -> tuple[int, int]:
-    """Copy a file, also from or to a bucket; return the size and checksum of the bytes."""
+    """Copy a file, possibly from or to a bucket; return its size and checksum."""
     counted = Counted(_blocks(path))
     if isinstance(target, BucketPath):
         target.bucket.put(target.key, counted, size(path))
@@ -151,8 +151,8 @@ def copy(path: Path, target: Path) -> tuple[int, int]:
 
 
 def copy_below(source: Path, sizes: Mapping[str, int], target: Path) -> None:
-    """Copy the files of these names and sizes that a folder does not have; each is whole or not
-    there.
+    """Copy the files with these names and sizes that a folder lacks; each appears only when
+    complete.
     """
 
     def bring(name: str) -> None:
@@ -171,7 +171,7 @@ def copy_below(source: Path, sizes: Mapping[str, int], target: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
-    """Write a file that is whole or not there: it gets its name when its bytes are on the disk."""
+    """Write a file that is complete or absent: it gets its name once its bytes are on disk."""
     draft = draft or path.with_name(f".{path.name}.new")
     with draft.open("wb") as file:
         yield file
@@ -180,7 +180,7 @@ def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a small file that is whole, in its old or new content."""
+    """Replace a small file atomically."""
     if isinstance(path, BucketPath):
         write(path, content)
         return
@@ -189,9 +189,9 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -> None:
-    """Give a folder its name once its files are on the disk: it is whole or not there.
+    """Give a folder its name once its files are on disk, so that it is either complete or absent.
 
-    In a bucket the files stay where they are, and one that names their folder is created next to
+    In a bucket the files stay where they are, and a file that names their folder is created next to
     it.
     """
     if isinstance(target, BucketPath):
@@ -204,14 +204,14 @@ def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -
 
 
 def share(path: Path) -> None:
-    """Give a file that a library made private the permissions of its folder, which follow the
+    """Give a file that a library created as private the permissions of its folder, which follow the
     umask.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's bytes, or the names in a folder, to the disk."""
+    """Sync a file's bytes, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -220,7 +220,7 @@ def sync(path: Path) -> None:
 
 
 def sync_and_sum(path: Path) -> tuple[int, int]:
-    """Return a file's size and checksum, which is computed while the bytes go to the disk."""
+    """Sync a file to disk; meanwhile compute its checksum, and return its size and checksum."""
     with ThreadPoolExecutor(1) as pool:
         synced = pool.submit(sync, path)
         checksum = crc32(path)
@@ -229,13 +229,13 @@ def sync_and_sum(path: Path) -> tuple[int, int]:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a file or folder; a file of the new name is replaced."""
+    """Rename a file or folder; a file with the new name is replaced."""
     path.replace(target)
     sync(target.parent)
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link but not its target, or a folder with what it holds, if it exists."""
+    """Delete a file, a link (not its target), or a folder with its content, if it exists."""
     if isinstance(path, BucketPath):
         path.remove()
     elif path.is_dir() and not path.is_symlink():

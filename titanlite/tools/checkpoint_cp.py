@@ -46,14 +46,14 @@ def copy(arguments: Namespace) -> int:
 
 
 def _where_a_run_looks(folder: Path) -> Path:
-    """Return the folder of checkpoints in a dump folder, which may have been lost."""
+    """Return the folder of checkpoints in a dump folder, which need not exist."""
     if folder.name == DEFAULT_FOLDER or committed(folder):
         return folder
     return folder / DEFAULT_FOLDER
 
 
 def _copy(source: Path, root: Path) -> None:
-    """Copy a checkpoint into a folder of them, unless it is there."""
+    """Copy a checkpoint to a folder of checkpoints, unless it is already there."""
     from titanlite.checkpoint.commit import publish_step, staging_folder
 
     manifest = whole_manifest(source)

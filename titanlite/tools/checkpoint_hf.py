@@ -53,7 +53,7 @@ def export(arguments: Namespace) -> int:
 
 
 def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
-    """Write the weights into a folder."""
+    """Write the weights to a folder."""
     import torch
 
     from titanlite.checkpoint.hf.export import export as write_export
@@ -128,7 +128,7 @@ def _refuse_existing(out: Path) -> None:
 def _counted(
     read: Callable[[str], torch.Tensor], total: int, show: Progress
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a tensor, and shows how many are read."""
+    """Return a function that reads a tensor, and shows how many have been read."""
     fetched = set[str]()
 
     def fetch(name: str) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _counted(
 
 
 def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, Any]:
-    """Return the model that a checkpoint has weights of."""
+    """Return the spec and flavor of a checkpoint's model."""
     from titanlite.registry import get_model
 
     if config.model.package and not package:
@@ -156,8 +156,8 @@ def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, An
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is
-    not here.
+    """Return the tokenizer in the folder of --tokenizer, or the run's own; None, with a notice, if
+    the latter is not found.
     """
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 
@@ -214,7 +214,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
 
 
 def copy_folder(source: Any, target: Path) -> int:
-    """Copy a folder of others from an object store; what a killed copy has brought stays."""
+    """Copy a folder of another program from an object store; files of a killed copy are reused."""
     if is_remote(target) or store.exists(target):
         raise UserError(
             f"{target}: a folder of Hugging Face or TorchTitan is copied into a new folder here"
@@ -230,13 +230,13 @@ def copy_folder(source: Any, target: Path) -> int:
 
 
 def _state_of(root: Path, entries: Mapping[str, Any]) -> str:
-    """Hash what a list says of files below a place."""
+    """Hash the listing of files below a place."""
     tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
     return fingerprint(f"{root} {sorted(tags)}")
 
 
 def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a command line with the folder's own model, unless a config or a flavor is given."""
+    """Return a command line for the folder's own model, unless a config or flavor is given."""
     line = parse_command_line(argv, environ)
     is_default = line.files == [DEFAULT_CONFIG] and not line.names_files
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":

@@ -1,6 +1,4 @@
-"""`titanlite init`: a project of one's own: a config, a model with its table, a proof, a SLURM
-script.
-"""
+"""`titanlite init`: a new project with a config, a model, its table, a test, and a SLURM script."""
 
 import keyword
 from argparse import ArgumentParser, Namespace
@@ -24,7 +22,7 @@ FILES = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    declare(parser, {"NAME": "of a new folder, of the model in it and its package"})
+    declare(parser, {"NAME": "name of the new folder, its package and its model"})
     parser.epilog = "example: titanlite init mine"
 
 
@@ -39,14 +37,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content, encoding="utf-8")
     store.publish(staging, Path(name))
-    print(f"{name}/ has a model, its config and its proof; README.md there is a page about it\n")
+    print(f"{name}/ has a model, its config and its test; its README.md explains them\n")
     print(f"  cd {name}")
     print("  " + command_line("titanlite", "train", "--config", f"{name}.toml"))
     return 0
 
 
 def _check(name: str) -> None:
-    """Raise unless a name is free as a folder, a package and a model."""
+    """Raise unless a name is available for a folder, a package and a model."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise UserError(f'"{name}" must be a name for a Python package, such as my_model')
     if name in model_names():
@@ -71,9 +69,10 @@ def _files(name: str) -> dict[str, str]:
         .replace("the checkout is", "the project is")
     )
     texts[".gitignore"] = "outputs/\n__pycache__/\n"
-    return {
-        path.replace("PROJECT", name): text.replace("PROJECT", name) for path, text in texts.items()
-    }
+    found = dict[str, str]()
+    for path, text in texts.items():
+        found[path.replace("PROJECT", name)] = text.replace("PROJECT", name)
+    return found
 
 
 def _read(path: Path) -> str:

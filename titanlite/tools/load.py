@@ -1,5 +1,5 @@
-"""`titanlite.load`, and the saved models of the commands that run one, in one process without
-process groups.
+"""`titanlite.load`, and loading of saved models for commands, in one process without process
+groups.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def load(
 
 
 def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
-    """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
-    one is named.
+    """Return the job of a saved model and its checkpoint, with the checkpoint's config unless
+    another is named.
     """
     with _threads_that_wait():
         job, folder = _find_saved(checkpoint, overrides)
@@ -94,8 +94,8 @@ def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, P
 
 @contextmanager
 def _threads_that_wait() -> Iterator[None]:
-    """Let OpenMP's threads wait without spinning, which takes the cores from others, if torch is
-    imported here and the user has not said how they wait.
+    """Let OpenMP's threads wait without spinning, which would take cores from other processes, if
+    torch is imported here and the user has not configured it.
     """
     is_ours = _WAITING not in os.environ
     os.environ.setdefault(_WAITING, "passive")
@@ -139,7 +139,7 @@ def _find_saved(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job,
 
 
 def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """Return the job's model on one device with a checkpoint's weights, checked by
+    """Return the job's model on one device with a checkpoint's weights, verified according to
     checkpoint.verify_on_load.
     """
     from titanlite.checkpoint.base import BaseWeights
@@ -177,7 +177,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def _why_none(path: Path) -> str:
-    """Return why a place has no checkpoint, and what may be meant."""
+    """Return why a place has no checkpoint, and what the user may have meant."""
     if not store.exists(path):
         steps = committed(path.parent)
         beside = f"; steps there: {', '.join(map(str, steps))}" if steps else ""
@@ -197,8 +197,8 @@ def find_checkpoint(path: Path) -> Path:
 def whole_manifest(
     folder: Path, contents: Collection[str] | None = DOCUMENTS, then: str = ""
 ) -> Manifest:
-    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their
-    sizes, and those in `contents` (None: all) byte for byte."""
+    """Return the manifest of a checkpoint; raise CorruptCheckpoint unless all files have their
+    recorded sizes, and those in `contents` (None: all) their checksums."""
     manifest = read_manifest(folder)
     if damage := faults(folder, manifest, manifest.files if contents is None else contents):
         raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
@@ -207,7 +207,7 @@ def whole_manifest(
 
 @contextmanager
 def brought(step: Path) -> Iterator[Path]:
-    """Yield a checkpoint's folder; for one in a bucket a copy, which is deleted at the end."""
+    """Yield a checkpoint's folder; for one in a bucket, a copy that is deleted at the end."""
     if not is_remote(step):
         yield step
         return
@@ -221,6 +221,6 @@ def brought(step: Path) -> Iterator[Path]:
 
 
 def track_files(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:
-    """Yield files of a checkpoint, and show how many of their bytes are done."""
+    """Yield files of a checkpoint, and show the progress in bytes."""
     total = sum(file.size for _, file in files)
     return track(files, total, "bytes", lambda item: item[1].size)

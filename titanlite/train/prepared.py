@@ -1,5 +1,4 @@
-"""What the checks of a launcher have opened and built: ranks that are forked from it begin with
-it."""
+"""What a launcher's checks have opened and built, for the ranks that are forked from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from titanlite.parallel.build import Converter, Table
 
 @dataclass
 class Prepared:
-    """Each part is the job's own; what is missing, a rank makes itself."""
+    """Parts of a job; a rank builds what is missing."""
 
     tokenizer: Tokenizer | None = None
     sources: dict[Place, Source] = field(default_factory=dict)

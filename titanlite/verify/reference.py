@@ -1,4 +1,4 @@
-"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at
+"""The reference: the single-device module with torch's loss and clipping, on the whole batch at
 once.
 """
 
@@ -33,7 +33,7 @@ def measure_reference(
 ) -> float:
     """Write the plain module's measurements to a file, with these steps of each optimizer.
 
-    Return the norm it clipped to: half of its own.
+    Return the norm it clipped to: half of the first gradient norm.
     """
     job = build_job(overrides, 1)
     config = job.config
@@ -60,8 +60,7 @@ def measure_reference(
             logits = torch.cat([model(text) for text in texts], dim=1).flatten(0, 1)
             loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
-            found = measurements.gradients(parameters)
-            grads = {name: gradient.double() for name, gradient in found.items()}
+            grads = {name: g.double() for name, g in measurements.gradients(parameters).items()}
             norm = get_total_norm(grads.values())
             if step == 1:
                 largest = get_total_norm(grads.values(), math.inf)
@@ -81,8 +80,8 @@ def measure_reference(
 
 
 def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
-    """Give the routers their choices in all documents of a sequence: their loss is that of the
-    whole.
+    """Let the routers sum their choices over all documents of a sequence, since their loss is that
+    of the whole sequence.
     """
 
     def keep(counts: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
@@ -105,7 +104,7 @@ def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) 
 
 @torch.no_grad()
 def _balance(model: nn.Module) -> None:
-    """Raise the bias of experts that were chosen less than the mean, and lower that of others."""
+    """Raise the bias of experts chosen less often than the mean, and lower that of the others."""
     for router in routers(model).values():
         if router.bias is not None:
             move = (router.counts.double().mean() - router.counts).sign()
@@ -115,7 +114,7 @@ def _balance(model: nn.Module) -> None:
 
 
 def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write a Hugging Face folder of these weights, in their own type."""
+    """Write a Hugging Face folder of these weights, in the type of the config."""
     translation = Translation(job.spec, job.model_config)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)
