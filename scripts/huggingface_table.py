@@ -33,6 +33,7 @@ from titanlite.errors import UserError
 from titanlite.parallel.build import persistent_buffers
 from titanlite.registry import get_model
 from titanlite.runtime.cluster import RankInfo
+from titanlite.runtime.store import LocalPath
 from titanlite.train.trainer import Trainer
 from titanlite.verify.pool import Pool
 
@@ -117,7 +118,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     model.load_state_dict(weights, strict=False)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "hf")
+        target = LocalPath(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
         export(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(

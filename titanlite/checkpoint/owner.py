@@ -8,7 +8,6 @@ one, so that of two runs that save the same step one is refused, and the steps o
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from uuid import uuid4
 
 from titanlite.checkpoint.manifest import (
@@ -20,7 +19,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.transfer import steps
 from titanlite.errors import RunFailed
-from titanlite.runtime import store
+from titanlite.runtime.bucket import Place, copy
 from titanlite.runtime.rank_files import STARTED
 
 ASIDE = f"{MANIFEST}.aside"
@@ -31,7 +30,7 @@ object brings it back."""
 class Owner:
     """This run, as the bucket's steps tell it from others; on one rank."""
 
-    def __init__(self, root: Path, host: str) -> None:
+    def __init__(self, root: Place, host: str) -> None:
         self._root = root
         # The same for all attempts of a launcher.
         self.name = f"{host} {os.environ.get(STARTED) or uuid4().hex}"
@@ -41,7 +40,7 @@ class Owner:
 
     def _is_there(self, step: int) -> bool:
         """Ask for a manifest by its name: a list may be empty by mistake."""
-        return store.exists(step_folder(self._root, step) / MANIFEST)
+        return (step_folder(self._root, step) / MANIFEST).exists()
 
     def require_alone(self) -> None:
         """Raise if another run has created a step since this one started."""
@@ -60,9 +59,9 @@ class Owner:
         """Take their manifests from steps."""
         for step in later_steps:
             manifest = step_folder(self._root, step) / MANIFEST
-            if store.exists(manifest):
-                store.copy(manifest, manifest.parent / ASIDE)
-                store.delete(manifest)
+            if manifest.exists():
+                copy(manifest, manifest.parent / ASIDE)
+                manifest.remove()
         self.known -= {*later_steps}
 
     def remove_leftovers(self) -> list[str]:
@@ -76,20 +75,20 @@ class Owner:
                 break
             folder = step_folder(self._root, step)
             for name, path in self._dead_parts(step, folder).items():
-                store.delete(path)
+                path.remove()
                 names.append(name)
         return names
 
-    def _dead_parts(self, step: int, folder: Path) -> dict[str, Path]:
+    def _dead_parts(self, step: int, folder: Place) -> dict[str, Place]:
         """Return the folders that no manifest names, of a step or all of it."""
         if step not in self.known:
-            return {} if store.exists(folder / ASIDE) else {folder.name: folder}
+            return {} if (folder / ASIDE).exists() else {folder.name: folder}
         try:
             kept = read_manifest(folder, outline=True).attempt
         except CorruptCheckpoint:
             return {}
         return {
             f"{folder.name}/{name}": path
-            for name, path in store.list_folder(folder).items()
+            for name, path in folder.entries().items()
             if re.fullmatch("[0-9a-f]{8}", name) and name != kept
         }

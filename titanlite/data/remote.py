@@ -16,7 +16,7 @@ from titanlite.config.urls import is_url
 from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, Shard, parse_manifest
 from titanlite.errors import OK, RunFailed, UserError, print_notice
 from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, in_own_process, place
+from titanlite.runtime.bucket import BucketError, BucketPath, bucket_path, in_own_process
 
 _PATIENCE_SECONDS = 5  # at a start
 _THREADS = 32
@@ -43,14 +43,14 @@ def _fetch_index(url: str) -> Path:
 def main(url: str) -> int:
     """Fetch the index of shards and print its folder; it is named by the manifest."""
     try:
-        root = place(url, _PATIENCE_SECONDS)
+        root = bucket_path(url, _PATIENCE_SECONDS)
         content = b"{}"
         with suppress(FileNotFoundError):
-            content = store.read(root / MANIFEST)
+            content = (root / MANIFEST).read_bytes()
         if parse_manifest(root / MANIFEST, content) is None:
             raise UserError(f"{url} has no {MANIFEST} of `titanlite data prepare`")
         folder = store.user_cache() / "shards" / hashlib.sha256(content).hexdigest()[:16]
-        store.make_folder(folder)
+        folder.make()
         if not (folder / MANIFEST).exists():
             for file in TOKENIZER_FILES:
                 _bring(root, folder / file)
@@ -65,11 +65,11 @@ def main(url: str) -> int:
     return OK
 
 
-def _bring(root: Path, path: Path) -> None:
+def _bring(root: BucketPath, path: Path) -> None:
     """Copy a small file from a store, unless it is here or not there."""
     with suppress(FileNotFoundError):
         if not path.exists():
-            _put(path, store.read(root / path.name))
+            _put(path, (root / path.name).read_bytes())
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -96,11 +96,11 @@ class Remote:
 
     def bring(self, path: Path) -> None:
         """Copy a small file next to a shard."""
-        _bring(place(self.url), path)
+        _bring(bucket_path(self.url), path)
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:
         """Return bytes of a shard."""
-        path: Any = place(self.url) / shard.path.name
+        path = bucket_path(self.url) / shard.path.name
         try:
             content, entry = path.bucket.read_range(path.key, start, size)
         except (BucketError, FileNotFoundError) as error:

@@ -23,6 +23,7 @@ from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.data.megatron import index_of, read_index
 from titanlite.data.olmo import read_table, table_of
 from titanlite.errors import RunFailed, UserError, first_line, remedy
+from titanlite.runtime.bucket import Place
 
 if TYPE_CHECKING:
     from titanlite.data.remote import Remote
@@ -347,7 +348,7 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
         start, part = start + length, part + 1
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
     """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none,
     or another's.
     """
@@ -355,7 +356,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return parse_manifest(path, path.read_bytes()) if path.is_file() else None
 
 
-def parse_manifest(path: Path, content: bytes) -> dict[str, Any] | None:
+def parse_manifest(path: Path | Place, content: bytes) -> dict[str, Any] | None:
     """Return the manifest that a file holds; None if it is another's."""
     try:
         manifest = json.loads(content)

@@ -163,9 +163,7 @@ def _of_another_run(job: Job) -> list[str]:
     root = checkpoint_root(job.config)
     saved = step_folder(root, committed(root)[-1]) / CONFIG
     keys = (
-        toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given))
-        if saved.exists()
-        else {}
+        toml_differences(saved.read_bytes().decode(), to_toml(job.given)) if saved.exists() else {}
     )
     return [
         key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))
