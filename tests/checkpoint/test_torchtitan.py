@@ -243,4 +243,4 @@ def test_weights_that_do_not_fit_are_named_unless_they_are_excluded(pool, theirs
 
 def test_states_of_another_optimizer_are_named(begun, theirs, tmp_path):
     argv = [*MOE, RESUMES, f"--checkpoint.initial_load_path={theirs}", "--optimizer.name=SGD"]
-    says(begun(argv, tmp_path)["error"], "wk.weight.exp_avg: only in the checkpoint")
+    says(begun(argv, tmp_path)["error"], "k_norm.weight.exp_avg: only in the checkpoint")

@@ -58,10 +58,7 @@ def latest_verified(
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
             return resume
-        shown = problems[:4]
-        if len(problems) > 4:
-            shown.append(f"and {len(problems) - 4} more")
-        log.warning(f"skipping checkpoint: {'; '.join(shown)}")
+        log.warning(f"skipping checkpoint: {_listed(problems)}")
     if steps:
         raise UserError(
             f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names "
@@ -102,12 +99,20 @@ def _committed(root: Place, group: dist.ProcessGroup) -> list[int]:
     return gather_objects(steps, group)[0]
 
 
+def _listed(problems: list[str]) -> str:
+    """Return the first four in a line, and how many more there are."""
+    shown = problems[:4]
+    if len(problems) > 4:
+        shown.append(f"and {len(problems) - 4} more")
+    return "; ".join(shown)
+
+
 def _verified(
     key: str, folder: Place, full: bool, group: dist.ProcessGroup, weights_only: bool
 ) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
-        raise UserError(f"{key}: {'; '.join(problems[:8])}")
+        raise UserError(f"{key}: {_listed(problems)}")
     return resume
 
 
@@ -197,7 +202,7 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
             f"{folder} does not fit this run; nothing was loaded. A new run: give another "
             "job.dump_folder, and checkpoint.initial_load_path to start from weights that fit. "
             "This run: list the exceptions in checkpoint.exclude_from_loading:"
-            f"{some_of(found)}"
+            f"{some_of(found, 4)}"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}
     if resume.foreign:

@@ -138,7 +138,9 @@ def spread(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         queue = queues.setdefault(copies, [(0, first) for first in copies])
         nbytes, first = queue[0]
         heapq.heapreplace(queue, (nbytes + tensor.bytes_of(tensor.shape), first))
-        chosen[name] = replace(tensor, layout=replace(tensor.layout, first=first))
+        if first != tensor.layout.first:
+            tensor = replace(tensor, layout=replace(tensor.layout, first=first))
+        chosen[name] = tensor
     return chosen
 
 

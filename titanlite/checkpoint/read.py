@@ -9,14 +9,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.places import rank_file
-from titanlite.checkpoint.plan import chunk_of, nested
+from titanlite.checkpoint.plan import chunk_of, flat, nested
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.runtime.bucket import Place
 
@@ -83,6 +84,30 @@ class Reader(Alone, dcp.StorageReader):
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+class _Planner(dcp.DefaultLoadPlanner):
+    """Plans a load into tensors of this rank whose names and shapes were checked.
+
+    torch's own asks each tensor for its kind, which takes half of the time of a small load.
+    """
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = flat(state_dict)
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata
+        items: list[ReadItem] = []
+        for name, tensor in self.state_dict.items():
+            stored: Any = self.metadata.state_dict_metadata[name]
+            items += create_read_items_for_chunk_list(name, stored, [chunk_of(box_of(tensor))])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: Any) -> torch.Tensor:
+        return local_part(self.state_dict[index.fqn])
+
+
 def read(
     folder: Place,
     manifest: Manifest,
@@ -93,7 +118,8 @@ def read(
 
     def load() -> None:
         own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}
-        alone(dcp.load, nested(own), storage_reader=Reader(folder, manifest, own))
+        reader = Reader(folder, manifest, own)
+        alone(dcp.load, nested(own), storage_reader=reader, planner=_Planner())
 
     run_on_all_ranks(group, f"reading {folder}", load)
     transfer.forget(folder, manifest)

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from math import gcd
 from typing import Any
 
+from titanlite.config.layout import Batch
 from titanlite.config.schema import Training
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.layout import Batch
 from titanlite.registry import ModelSpec
 from titanlite.runtime.bucket import Place
 
