@@ -4,7 +4,9 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
+    committed,
     faults,
+    is_complete,
     is_foreign,
     read_manifest,
     step_folder,
@@ -19,8 +21,8 @@ from titanlite.errors import UserError
 
 
 def check_start(config: JobConfig, job: Job | None = None) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
-    of Hugging Face's folders only if they are missing.
+    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes, or where no
+    run looks; without a job of Hugging Face's folders only if they are missing.
     """
     settings = config.checkpoint
     steps, path = times(config) if settings.enable else {}, Path(settings.initial_load_path)
@@ -47,6 +49,17 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
                 raise UserError(f"{path} does not exist")
         except UserError as error:
             raise UserError(f"{error}", "checkpoint.initial_load_path") from None
+    elif settings.enable and not steps and not in_bucket(config):
+        _refuse_misplaced(Path(config.job.dump_folder), checkpoint_root(config))
+
+
+def _refuse_misplaced(folder: Path, root: Path) -> None:
+    """Raise if steps were copied next to the folder that a run looks in: it would start over."""
+    whole = [step for step in committed(folder) if is_complete(step_folder(folder, step))]
+    if whole:
+        found = step_folder(folder, whole[-1])
+        why = f"{found} is a checkpoint, and a run looks for its own in {root}: move it there, or "
+        raise UserError(f"{why}give another folder", "job.dump_folder")
 
 
 def _open_foreign(job: Job, path: Path) -> None:
