@@ -101,8 +101,10 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
         return
     load.restore(resume, state, folder.group)
     folder.base = base.settle(folder, resume, state)
+    without = ", ".join(resume.exclude)
+    left_out = f" without {without} (checkpoint.exclude_from_loading)" if without else ""
     if not resume.continues:
-        log.info(f"loaded weights from {resume.folder}")
+        log.info(f"loaded weights from {resume.folder}{left_out}")
         if folder.base:
             log.info(
                 f"each resume reads the base from {folder.base.folder}: keep it, or copy it first "
@@ -113,7 +115,7 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
     dist.barrier(folder.group)
-    log.info(f"resumed step {step} from {resume.folder}")
+    log.info(f"resumed step {step} from {resume.folder}{left_out}")
     for line in resume.changes(folder.job, _has_dropout(state)):
         log.info(line)
 

@@ -2,7 +2,9 @@
 
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
+    committed,
     faults,
+    is_complete,
     is_foreign,
     read_manifest,
     step_folder,
@@ -20,7 +22,8 @@ from titanlite.runtime.store import LocalPath
 
 def check_start(config: JobConfig, job: Job | None = None) -> None:
     """Raise if the checkpoint to start from is missing or damaged, judging by its manifest and file
-    sizes. Without a job, a folder of another format is only checked for existence.
+    sizes, or lies where no run looks. Without a job, a folder of another format is only checked for
+    existence.
     """
     settings = config.checkpoint
     steps, path = times(config) if settings.enable else {}, LocalPath(settings.initial_load_path)
@@ -49,6 +52,17 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
                 raise UserError(f"{path} does not exist")
         except UserError as error:
             raise UserError(f"{error}", "checkpoint.initial_load_path") from None
+    elif settings.enable and not steps and not in_bucket(config):
+        _refuse_misplaced(LocalPath(config.job.dump_folder), checkpoint_root(config))
+
+
+def _refuse_misplaced(folder: Place, root: Place) -> None:
+    """Raise if steps were copied next to the folder that a run looks in: it would start over."""
+    whole = [step for step in committed(folder) if is_complete(step_folder(folder, step))]
+    if whole:
+        found = step_folder(folder, whole[-1])
+        why = f"{found} is a checkpoint, and a run looks for its own in {root}: move it there, or "
+        raise UserError(f"{why}give another folder", "job.dump_folder")
 
 
 def _open_foreign(job: Job, path: LocalPath) -> None:
