@@ -35,7 +35,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     Then set the prefetch schedule.
     """
     job = context.job
-    if not _is_needed(job):
+    if not is_needed(job):
         return []
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
@@ -44,7 +44,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         groups.append([modules[name] for name in names])
     if plan.last_is_root:
         groups[plan.last] = [model]
-    experts = {*expert_modules(model, context.table).values()}
+    experts: set[nn.Module] = set()
+    if not _experts_are_whole(job):
+        experts = {*expert_modules(model, context.table).values()}
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
@@ -55,12 +57,29 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     return [_note(job)]
 
 
-def _is_needed(job: Job) -> bool:
-    """Return whether parameters are sharded, summed over replicas, cast or offloaded."""
-    training = job.config.training
-    casts = training.mixed_precision_param != training.dtype
-    sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_on_own_mesh
-    return sharded or casts or training.enable_cpu_offload
+def is_needed(job: Job) -> bool:
+    """Return whether any parameter is sharded, summed over replicas, or offloaded."""
+    layout = job.layout
+    sharded = layout.fsdp * layout.dp_replicate > 1 or layout.sums_experts_apart
+    return sharded or job.config.training.enable_cpu_offload
+
+
+def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
+    """Return the parameters of a model part that FSDP2 does not take, and so does not cast."""
+    if not is_needed(context.job):
+        return [*model.parameters()]
+    whole = replicated_parameters(model, context)
+    if _experts_are_whole(context.job):
+        for module in expert_modules(model, context.table).values():
+            whole += module.parameters()
+    return whole
+
+
+def _experts_are_whole(job: Job) -> bool:
+    """Return whether each expert is on one rank alone, with nothing to gather or to sum."""
+    if job.config.training.enable_cpu_offload:
+        return False
+    return job.layout.experts_on_own_mesh and not job.layout.sums_experts_apart
 
 
 def _shard(
@@ -86,7 +105,7 @@ def _shard(
         fully_shard,
         mp_policy=precision,
         offload_policy=offload,
-        ignored_params=set(replicated_parameters(model, context)),
+        ignored_params=set(left_whole(model, context)),
     )
     weights = {weight for module in experts for weight in module.parameters()}
     # Inner modules before outer ones: experts before their block. A group of the root is number 0,
@@ -183,7 +202,7 @@ def _note(job: Job) -> str:
         name = f"data parallel with {layout.dp_replicate} replicas"
         if layout.fsdp > 1:
             name += f", each sharded over {layout.fsdp} ranks (HSDP)"
-    if layout.experts_on_own_mesh:
+    if layout.sums_experts_apart:
         name += f", experts on {layout.expert_fsdp}"
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"

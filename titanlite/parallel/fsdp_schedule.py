@@ -113,7 +113,8 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
 
     They are if other ranks shard them. They are needed after their block in both passes.
     """
-    if not job.layout.experts_on_own_mesh:
+    offloads = job.config.training.enable_cpu_offload
+    if not (job.layout.sums_experts_apart or (job.layout.experts_on_own_mesh and offloads)):
         return {}
     spec = job.spec
     paths = expert_paths(spec.rules(job.model_config), spec.blocks)

@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from titanlite.parallel import (
+    cast,
     compile,
     context_parallel,
     convert,
@@ -33,7 +34,8 @@ ORDER: tuple[Technique, ...] = (
     expert_parallel.apply,  # with tensor parallel, which leaves experts alone
     # around attention only: before a block's forward method is recomputed or compiled
     context_parallel.apply,
-    replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
+    replicated.apply,
+    cast.apply,  # the parameters that FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     # outside per-operation recomputation, so that received tokens are kept
     expert_parallel.dispatch,
