@@ -5,7 +5,7 @@ A small instance of each class takes two steps on 2 ranks with recomputation, is
 1 rank for two more, and is compared with four steps on 1 rank (SGD: a wrong scale shows). Its
 folder is written and read by transformers, and the logits compared. What the probe saw of the class
 is in the table too. Results are appended to the file as they come, and a later run continues;
---table prints it."""
+--table prints them for models/transformers/README.md."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from contextlib import closing
@@ -54,6 +55,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 """Keys of classes whose default config makes no model, or none that runs."""
 DECODER = {"is_decoder": True, "is_encoder_decoder": False}
 """With these, a class of an encoder, or of an encoder and a decoder, is a decoder alone."""
+ANSWERS = ("documents", "chunks", "compiles")
+"""Of the class's probe: "yes", or a reason why not."""
 BOUND = 1e-5
 """Of a parameter after four steps in float32; scans and norms inside a class are in float32 too."""
 
@@ -176,19 +179,31 @@ def why(error: Exception) -> str:
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
-    """Return the Markdown table: the classes that hold, then the others with a reason."""
-    columns = ("trains", "folder", "documents", "chunks", "compiles")
-    lines = ["| model_type | " + " | ".join(columns) + " |", "|---" * 6 + "|"]
-    others = []
+    """Return the page's list of classes that work, by their answers, and its table of the rest."""
+    works: dict[tuple[str, ...], list[str]] = {}
+    fails: dict[str, list[str]] = {}
     for kind, seen in sorted(results.items()):
         if holds(seen):
-            cells = [seen[c] if len(seen[c]) < 8 else "no" for c in columns]
-            cells = ["equal" if cell == "0e+00" else cell for cell in cells]
-            lines.append(f"| {kind} | {' | '.join(cells)} |")
+            answers = tuple("yes" if seen[name] == "yes" else "no" for name in ANSWERS)
+            works.setdefault(answers, []).append(kind + errors(seen))
         else:
-            why = seen.get("why") or next(v for v in seen.values() if v.startswith("differs"))
-            others.append(f"| {kind} | {why.replace('|', '/')} |")
-    return "\n".join([*lines, "", "| does not | reason |", "|---|---|", *others])
+            reason = seen.get("why") or next(v for v in seen.values() if v.startswith("differs"))
+            reason = reason.replace("|", "/").replace(f" {kind} ", " it ")
+            fails.setdefault(reason, []).append(kind)
+    lines = []
+    for answers, kinds in sorted(works.items(), reverse=True):
+        title = ", ".join(map(" ".join, zip(ANSWERS, answers, strict=True)))
+        item = f"- **{title}** ({len(kinds)}): {', '.join(kinds)}"
+        lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_on_hyphens=False)
+    lines += ["", "| does not | reason |", "|---|---|"]
+    lines += [f"| {', '.join(kinds)} | {reason} |" for reason, kinds in fails.items()]
+    return "\n".join(lines)
+
+
+def errors(seen: dict[str, str]) -> str:
+    """Return the errors of a class that are not zero, as the list shows them."""
+    found = [f"{name} {seen[name]}" for name in ("trains", "folder") if seen[name] != "0e+00"]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def holds(seen: dict[str, str]) -> bool:

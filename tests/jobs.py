@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.job import Job, job_from
+from titanlite.config.layout import Layout
 from titanlite.config.load import parse_command_line
 from titanlite.data.loader import MicroBatch
 from titanlite.data.shuffle import RankSlice
-from titanlite.layout import Layout
 from titanlite.parallel.mesh import Mesh
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.runtime.cluster import RankInfo

@@ -2,10 +2,9 @@
 commands.
 """
 
-from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+from titanlite.version import __version__ as __version__
 
 
 def load(checkpoint: Any, *overrides: str, package: str = "") -> tuple[Any, Any]:
@@ -15,5 +14,6 @@ def load(checkpoint: Any, *overrides: str, package: str = "") -> tuple[Any, Any]
     `checkpoint` is a checkpoint's folder, a folder of them, or a run's dump folder: the latest
     complete one is used. Overrides are those of the command line: `titanlite.load("outputs",
     "--training.seq_len=4096")`. `package` registers the model, if it is not one of titanlite's."""
-    tools = import_module(".tools.load", __name__)  # imports torch, which takes seconds
-    return tools.load(checkpoint, *overrides, package=package)
+    from titanlite.tools.load import load as load_model  # imports torch, which takes seconds
+
+    return load_model(checkpoint, *overrides, package=package)

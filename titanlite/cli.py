@@ -16,8 +16,8 @@ import textwrap
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from titanlite import __version__
 from titanlite.errors import PAGE, UserError, columns, format_table, nearest, replace_unprintable
+from titanlite.version import __version__
 
 COMMANDS = {
     "train": ("titanlite.launch.launcher", "train a model; the same as ./run_train.sh"),

@@ -29,9 +29,9 @@ from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.rules import batch_changes
 from titanlite.checkpoint.source import _has_dropout
 from titanlite.checkpoint.state import TrainingState
+from titanlite.config.layout import Batch
 from titanlite.config.schema import Training
 from titanlite.config.toml import to_toml
-from titanlite.layout import Batch
 from titanlite.observe.run_folder import describe_environment
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel import init, parallelize

@@ -5,8 +5,8 @@ import pytest
 from tests.runs import ROOT
 from titanlite.cli import main
 from titanlite.config.job import job_from
+from titanlite.config.layout import Layout
 from titanlite.config.load import parse_command_line
-from titanlite.layout import Layout
 
 MEANT_FOR = {
     "debug": Layout(dp_shard=2),

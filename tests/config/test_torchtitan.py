@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.messages import refused, says
+from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import ConfigError, load, parse_command_line
 
@@ -92,10 +93,14 @@ def test_torchtitans_debug_config_is_said_to_be_of_another_model(tmp_path):
     assert not notices("--config", f"{plain}") and not notices("--job.config_file", "debug.toml")
 
 
-def test_keys_that_do_not_count_are_named():
-    given = "--mx.recipe=x --fault_tolerance.none=1 --training.steps=4 --debug.seed=1".split()
-    loaded = load(parse_command_line([*given, "--training.steps=5", "--debug.seed=1"], {}))
-    twice, foreign = loaded.notices
+def test_keys_that_do_not_count_are_named(capsys):
+    given: list[str] = (
+        "--mx.recipe=x --fault_tolerance.none=1 --training.steps=4 --debug.seed=1".split()
+    )
+    given += ["--training.steps=5", "--debug.seed=1"]
+    twice, foreign = load(parse_command_line(given, {})).notices
     says(twice, "training.steps = 5")
     assert "debug.seed" not in twice  # the same value
     says(foreign, "no effect", "mx.recipe", "fault_tolerance.none")
+    assert main(["config", *given]) == 0
+    says(capsys.readouterr().out, f"# {twice}\n", f"# {foreign}\n")

@@ -126,7 +126,7 @@ def trains(options: str, folder: Path, argv: list[str]) -> None:
 @pytest.mark.nightly
 def test_the_commands_at_the_end_of_a_run(place):
     folder, said = place
-    assert "wrote " in typed(said["plot"], folder)
+    assert "last loss" in typed(said["plot"], folder)
     assert f"{FOLDER}/checkpoint/step-3" in typed(f"{said['generate']} --tokens 3", folder)
     log = folder / "tensorboard.log"
     with log.open("w") as file:

@@ -12,7 +12,7 @@ from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import TINY, full, job, run_to_end, trainer
 from tests.messages import refused
 from tests.runs import losses
-from titanlite.layout import Layout
+from titanlite.config.layout import Layout
 from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer_bytes
 from titanlite.optim.bf16_state import BF16State, chunk_by_numel, random_bits, round_at_random
 from titanlite.parallel.dtensor import box_of, local_part

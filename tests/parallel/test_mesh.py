@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.jobs import fake_world
-from titanlite.layout import DIMENSIONS, Layout
+from titanlite.config.layout import DIMENSIONS, Layout
 from titanlite.parallel.stage import build_lanes
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.runtime import torch_private

@@ -16,7 +16,7 @@ from tests.messages import refused, says
 from tests.planner.steps import H100
 from tests.runs import ROOT
 from titanlite.config.hardware_table import hardware_table
-from titanlite.layout import Layout
+from titanlite.config.layout import Layout
 from titanlite.models.llama3 import FLAVORS
 from titanlite.planner.hardware import load_hardware
 from titanlite.planner.record import Collective, Operation, Recording, add_up

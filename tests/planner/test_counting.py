@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import fake_world
-from titanlite.layout import Layout
+from titanlite.config.layout import Layout
 from titanlite.planner.counting import Counting
 from titanlite.planner.record import Recording
 from titanlite.planner.torch_private import fake_tensor_mode

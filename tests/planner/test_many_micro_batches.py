@@ -49,6 +49,8 @@ def test_few_micro_batches_give_any_number_on_every_rank(shape):
             "--parallelism.tensor_parallel_degree=2 --model.overrides.n_kv_heads=2",
         ),
         ("2 1F1B 6 15", MOE, "--parallelism.expert_parallel_degree=2"),
+        # two ranks in the middle that are alike, with blocks of other numbers
+        ("4 Interleaved1F1B 8 40", TINY, "--parallelism.data_parallel_shard_degree=2"),
     ],
 )
 def test_few_blocks_and_micro_batches_give_a_deep_pipeline(shape, base, more):

@@ -19,7 +19,7 @@ from tests.runs import run
 from titanlite.cli import main
 from titanlite.data import prepare as preparing
 from titanlite.data import remote
-from titanlite.data.shards import MANIFEST, ShardSource
+from titanlite.data.shards import MANIFEST, Remote, ShardSource
 from titanlite.data.sources import open_shards
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import Windows, training_data
@@ -102,7 +102,7 @@ def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, p
     data = windows(shards)
     assert set(gets(proxy.log)) == {MANIFEST}
     proxy.log.clear()
-    reading, all_are, whole = list[int](), threading.Event(), remote.Remote.read
+    reading, all_are, whole = list[int](), threading.Event(), Remote.read
 
     def together(self: Any, shard: Any, start: int, size: int) -> bytes:
         reading.append(size)
@@ -111,7 +111,7 @@ def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, p
         assert all_are.wait(10)
         return whole(self, shard, start, size)
 
-    monkeypatch.setattr(remote.Remote, "read", together)
+    monkeypatch.setattr(Remote, "read", together)
     data.__getitems__(range(8))
     assert gets(proxy.log).total() == len(reading)  # a window may go on in the next shard
     assert sum(reading) == 8 * 17 * 2

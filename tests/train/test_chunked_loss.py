@@ -23,8 +23,8 @@ from tests.jobs import (
 from tests.lanes import sample
 from tests.messages import refused
 from tests.parallel.rows import GPT2, SAMPLES, ragged_batch
+from titanlite.config.layout import Layout
 from titanlite.data.loader import MicroBatch
-from titanlite.layout import Layout
 from titanlite.models.llama3 import LlamaConfig
 from titanlite.models.llama3.model import Llama
 from titanlite.planner.counting import Counting

@@ -10,9 +10,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.layout import Batch
 from titanlite.config.schema import Training
 from titanlite.errors import UserError, nearest, some_of
-from titanlite.layout import Batch
 from titanlite.registry import ModelSpec
 
 _FIELD = "model.overrides."

@@ -4,12 +4,12 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load
 from titanlite.config.rules import data, lacks, parallel, pipeline, run
 from titanlite.config.rules.check import Check
 from titanlite.config.schema import KEYS, JobConfig, with_values
 from titanlite.config.stages import Stages
-from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims, ModelSpec
 
 

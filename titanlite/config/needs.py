@@ -1,15 +1,8 @@
 """The conditions that keys need, by name: `Annotated[Natural, Needs(SHARDING)]`."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from titanlite.config.section import Condition, MeshCondition, value_of
+from titanlite.config.section import Condition, MeshCondition, Section, value_of
 from titanlite.config.stages import SINGLE
 from titanlite.config.urls import is_url
-
-if TYPE_CHECKING:
-    from titanlite.config.schema import JobConfig
 
 STREAMS = ("c4", "c4_test", "c4_validation")
 """Data sets that are streamed under a short name."""
@@ -28,48 +21,50 @@ def _set_to(key: str, value: str) -> Condition:
     return Condition(f'without {key} "{value}"', lambda config: value_of(config, key) == value)
 
 
-def _reads_tokens(config: JobConfig) -> bool:
-    names = [source.dataset for source in config.training.sources]
-    if config.validation.enable:
-        names.append(config.validation.dataset)
+def _reads_tokens(config: Section) -> bool:
+    names = [source.dataset for source in value_of(config, "training.sources")]
+    if value_of(config, "validation.enable"):
+        names.append(value_of(config, "validation.dataset"))
     return "tokens" in names
 
 
-def _decays(config: JobConfig) -> bool:
-    schedule = config.lr_scheduler
+def _decays(config: Section) -> bool:
+    schedule = value_of(config, "lr_scheduler")
     if schedule.decay_ratio is None:
-        return schedule.warmup_steps < (schedule.total_steps or config.training.steps)
+        stop = schedule.total_steps or value_of(config, "training.steps")
+        return schedule.warmup_steps < stop
     return schedule.decay_ratio > 0
 
 
-def _on_spike(config: JobConfig) -> str:
-    return config.fault.on_spike if config.fault.spike_sigma else "warn"
+def _on_spike(config: Section) -> str:
+    fault = value_of(config, "fault")
+    return fault.on_spike if fault.spike_sigma else "warn"
 
 
-def _verifies(config: JobConfig) -> bool:
-    saving = config.checkpoint
+def _verifies(config: Section) -> bool:
+    saving = value_of(config, "checkpoint")
     return saving.enable or bool(saving.initial_load_path and not saving.initial_load_in_hf)
 
 
-def _is_compiled_by_inductor(config: JobConfig) -> bool:
-    compiler = config.compile
+def _is_compiled_by_inductor(config: Section) -> bool:
+    compiler = value_of(config, "compile")
     return compiler.enable and "model" in compiler.components and compiler.backend == "inductor"
 
 
-def _gathers_by_group(config: JobConfig) -> bool:
-    settings = config.parallelism
+def _gathers_by_group(config: Section) -> bool:
+    settings = value_of(config, "parallelism")
     if settings.pipeline_parallel_degree == 1:
         return True
     return settings.pipeline_parallel_schedule in SINGLE
 
 
-def _reshards(config: JobConfig) -> bool:
-    settings = config.parallelism
-    return settings.fsdp_reshard_after_forward == "never" or _gathers_by_group(config)
+def _reshards(config: Section) -> bool:
+    policy = value_of(config, "parallelism.fsdp_reshard_after_forward")
+    return policy == "never" or _gathers_by_group(config)
 
 
-def _gathers_again(config: JobConfig) -> bool:
-    settings = config.parallelism
+def _gathers_again(config: Section) -> bool:
+    settings = value_of(config, "parallelism")
     stays = settings.fsdp_reshard_after_forward in ("default", "never")
     return settings.pipeline_parallel_degree == 1 or not stays
 
@@ -81,17 +76,20 @@ SELECTIVE = _set_to("activation_checkpoint.mode", "selective")
 BUDGET = _set_to("activation_checkpoint.mode", "memory_budget")
 RECOMPUTED = Condition(
     "without recomputation of blocks",
-    lambda config: config.activation_checkpoint.mode in ("full", "selective"),
+    lambda config: value_of(config, "activation_checkpoint.mode") in ("full", "selective"),
 )
 INDUCTOR = Condition("without torch.compile of the model by inductor", _is_compiled_by_inductor)
-GPU = Condition("on a CPU", lambda config: config.job.device != "cpu")
+GPU = Condition("on a CPU", lambda config: value_of(config, "job.device") != "cpu")
 PINNED = Condition(
     "with pinned memory on a CPU",
-    lambda config: GPU.holds(config) or config.checkpoint.async_mode != "async_with_pinned_mem",
+    lambda config: (
+        GPU.holds(config) or value_of(config, "checkpoint.async_mode") != "async_with_pinned_mem"
+    ),
 )
 NO_OFFLOAD = _off("training.enable_cpu_offload")
 PIPELINE = Condition(
-    "without pipeline parallel", lambda config: config.parallelism.pipeline_parallel_degree > 1
+    "without pipeline parallel",
+    lambda config: value_of(config, "parallelism.pipeline_parallel_degree") > 1,
 )
 EVEN_STAGES = _off("parallelism.module_fqns_per_model_part")
 GATHERS_BY_GROUP = Condition("in a schedule that gathers whole stages", _gathers_by_group)
@@ -100,40 +98,46 @@ GATHERS_AGAIN = Condition(
     'under pipeline parallel without fsdp_reshard_after_forward "always"', _gathers_again
 )
 CONTEXT = Condition(
-    "without context parallel", lambda config: config.parallelism.context_parallel_degree > 1
+    "without context parallel",
+    lambda config: value_of(config, "parallelism.context_parallel_degree") > 1,
 )
 NO_ULYSSES = Condition(
     "with ulysses",
-    lambda config: config.parallelism.context_parallel_rotate_method != "ulysses",
+    lambda config: value_of(config, "parallelism.context_parallel_rotate_method") != "ulysses",
 )
 LOADING = Condition(
     "without checkpoint.enable or initial_load_path",
-    lambda config: bool(config.checkpoint.enable or config.checkpoint.initial_load_path),
+    lambda config: bool(
+        value_of(config, "checkpoint.enable") or value_of(config, "checkpoint.initial_load_path")
+    ),
 )
 IN_BUCKET = Condition(
     "without checkpoints on s3, gs or az",
-    lambda config: is_url(config.checkpoint.folder),
+    lambda config: is_url(value_of(config, "checkpoint.folder")),
 )
 VERIFIABLE = Condition("without a checkpoint to verify", _verifies)
 AUTO_INTERVAL = _set_to("checkpoint.interval", "auto")
 TRACES = Condition(
     "without traces or snapshots",
-    lambda config: config.profiling.enable_profiling or config.profiling.enable_memory_snapshot,
+    lambda config: (
+        value_of(config, "profiling.enable_profiling")
+        or value_of(config, "profiling.enable_memory_snapshot")
+    ),
 )
 JUDGED = Condition(
     "in a run of no more than fault.spike_window steps",
-    lambda config: config.training.steps > config.fault.spike_window,
+    lambda config: value_of(config, "training.steps") > value_of(config, "fault.spike_window"),
 )
 SKIPS = Condition(
     "without steps to skip",
-    lambda config: "skip" in (config.fault.on_nonfinite, _on_spike(config)),
+    lambda config: "skip" in (value_of(config, "fault.on_nonfinite"), _on_spike(config)),
 )
 ROLLBACKS = Condition(
     'without fault.on_spike "rollback"', lambda config: _on_spike(config) == "rollback"
 )
 GOES_BACK = Condition(
     'for "rollback" without checkpoint.enable',
-    lambda config: config.checkpoint.enable or _on_spike(config) != "rollback",
+    lambda config: value_of(config, "checkpoint.enable") or _on_spike(config) != "rollback",
     "checkpoint.enable",
 )
 
@@ -147,14 +151,14 @@ GRADIENT_SUMS = MeshCondition(
     "without data parallel",
     lambda config, layout, batch: (
         DATA_PARALLEL.holds(config, layout, batch)
-        or config.training.enable_cpu_offload
-        or config.training.mixed_precision_reduce != "bfloat16"
+        or value_of(config, "training.enable_cpu_offload")
+        or value_of(config, "training.mixed_precision_reduce") != "bfloat16"
     ),
 )
 REPLICAS = MeshCondition(
     "without replicas",
     lambda config, layout, _: (
-        layout.dp_replicate > 1 or config.parallelism.defer_gradient_sync != "replicas"
+        layout.dp_replicate > 1 or value_of(config, "parallelism.defer_gradient_sync") != "replicas"
     ),
 )
 ACCUMULATION = MeshCondition(

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.stages import Schedule
-from titanlite.layout import Batch, Layout
-
-if TYPE_CHECKING:
-    from titanlite.config.schema import JobConfig
 
 MOST = 2**31 - 1
 """The largest whole number of any key: libraries in C take no larger one."""
@@ -38,7 +35,7 @@ class Condition:
 
     lack: str
     """Its absence in words."""
-    holds: Callable[[JobConfig], bool]
+    holds: Callable[[Section], bool]
     key: str = ""
     """The key that must be true, not 0 or not empty, if that is the condition."""
 
@@ -49,7 +46,7 @@ class MeshCondition:
 
     lack: str
     """Its absence in words."""
-    holds: Callable[[JobConfig, Layout, Batch], bool]
+    holds: Callable[[Section, Layout, Batch], bool]
     by_ranks: bool = True
     """Whether it is a matter of how many ranks there are."""
     key: str = ""
@@ -69,7 +66,7 @@ class Needs:
         self.why = why
 
 
-def value_of(config: Any, key: str) -> Any:
+def value_of(config: Section, key: str) -> Any:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
 

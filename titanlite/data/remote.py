@@ -1,9 +1,8 @@
-"""Token shards on an object store: their manifest and tokenizer are copied into the user's cache,
-and windows are read by range. No torch.
+"""The index of token shards on an object store: their manifest and tokenizer are copied into the
+user's cache. No torch.
 """
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.urls import is_url
-from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, Shard, parse_manifest
-from titanlite.errors import OK, RunFailed, UserError, print_notice
+from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, bring, parse_manifest, put
+from titanlite.errors import OK, UserError, print_notice
 from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, in_own_process, place
+from titanlite.runtime.bucket import in_own_process, place
 
 _PATIENCE_SECONDS = 5  # at a start
 _THREADS = 32
@@ -53,8 +52,8 @@ def main(url: str) -> int:
         store.make_folder(folder)
         if not (folder / MANIFEST).exists():
             for file in TOKENIZER_FILES:
-                _bring(root, folder / file)
-            _put(folder / MANIFEST, content)
+                bring(root, folder / file)
+            put(folder / MANIFEST, content)
     except UserError as error:
         print_notice(str(error))
         return error.code
@@ -65,18 +64,6 @@ def main(url: str) -> int:
     return OK
 
 
-def _bring(root: Path, path: Path) -> None:
-    """Copy a small file from a store, unless it is here or not there."""
-    with suppress(FileNotFoundError):
-        if not path.exists():
-            _put(path, store.read(root / path.name))
-
-
-def _put(path: Path, content: bytes) -> None:
-    with store.whole_file(path, path.with_name(f".{path.name}.{os.getpid()}")) as file:
-        file.write(content)
-
-
 def at_once(function: Callable[..., object], *columns: Any) -> None:
     """Call a function of each row, in threads: what waits for a store waits together."""
     list(_threads().map(function, *columns))
@@ -85,32 +72,6 @@ def at_once(function: Callable[..., object], *columns: Any) -> None:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, "windows")
-
-
-class Remote:
-    """Shards on a store, each of one version."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._tags = dict[Path, str]()
-
-    def bring(self, path: Path) -> None:
-        """Copy a small file next to a shard."""
-        _bring(place(self.url), path)
-
-    def read(self, shard: Shard, start: int, size: int) -> bytes:
-        """Return bytes of a shard."""
-        path: Any = place(self.url) / shard.path.name
-        try:
-            content, entry = path.bucket.read_range(path.key, start, size)
-        except (BucketError, FileNotFoundError) as error:
-            gone = "it is not there" if isinstance(error, FileNotFoundError) else error
-            raise RunFailed(f"{path} cannot be read: {gone}") from None
-        tag = entry["e_tag"]
-        if entry["size"] != shard.size or self._tags.setdefault(shard.path, tag) != tag:
-            was = f"it had {shard.size:,} bytes and the ETag {self._tags.get(shard.path)}"
-            raise RunFailed(f"{path} has changed: {was}, now {entry['size']:,} and {tag}")
-        return content
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Read token shards: files of token ids, as one stream.
+"""Read token shards: files of token ids, on a disk or an object store, as one stream.
 
 `.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
 version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
@@ -12,10 +12,11 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +24,8 @@ from titanlite.data.fingerprint import fingerprint as hash_text
 from titanlite.data.megatron import index_of, read_index
 from titanlite.data.olmo import read_table, table_of
 from titanlite.errors import RunFailed, UserError, first_line, remedy
-
-if TYPE_CHECKING:
-    from titanlite.data.remote import Remote
+from titanlite.runtime import store
+from titanlite.runtime.bucket import BucketError, place
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -362,3 +362,41 @@ def parse_manifest(path: Path, content: bytes) -> dict[str, Any] | None:
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     return manifest if "fingerprint" in manifest else None
+
+
+class Remote:
+    """Shards on an object store, each of one version, whose windows are read by range."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._tags = dict[Path, str]()
+
+    def bring(self, path: Path) -> None:
+        """Copy a small file next to a shard."""
+        bring(place(self.url), path)
+
+    def read(self, shard: Shard, start: int, size: int) -> bytes:
+        """Return bytes of a shard."""
+        path: Any = place(self.url) / shard.path.name
+        try:
+            content, entry = path.bucket.read_range(path.key, start, size)
+        except (BucketError, FileNotFoundError) as error:
+            gone = "it is not there" if isinstance(error, FileNotFoundError) else error
+            raise RunFailed(f"{path} cannot be read: {gone}") from None
+        tag = entry["e_tag"]
+        if entry["size"] != shard.size or self._tags.setdefault(shard.path, tag) != tag:
+            was = f"it had {shard.size:,} bytes and the ETag {self._tags.get(shard.path)}"
+            raise RunFailed(f"{path} has changed: {was}, now {entry['size']:,} and {tag}")
+        return content
+
+
+def bring(root: Path, path: Path) -> None:
+    """Copy a small file from a store, unless it is here or not there."""
+    with suppress(FileNotFoundError):
+        if not path.exists():
+            put(path, store.read(root / path.name))
+
+
+def put(path: Path, content: bytes) -> None:
+    with store.whole_file(path, path.with_name(f".{path.name}.{os.getpid()}")) as file:
+        file.write(content)

@@ -19,8 +19,8 @@ from titanlite.config.urls import is_url
 from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
-from titanlite.data.remote import Remote, at_once, folder_of
-from titanlite.data.shards import ShardSource, ended, spans
+from titanlite.data.remote import at_once, folder_of
+from titanlite.data.shards import Remote, ShardSource, ended, spans
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, require_tokenizer
 from titanlite.errors import RunFailed, UserError, nearest
 

@@ -12,12 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from titanlite import __version__
 from titanlite.config.job import Job
+from titanlite.config.layout import DIMENSIONS
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
-from titanlite.layout import DIMENSIONS
+from titanlite.version import __version__
 
 METRICS, RUN_ID = "metrics.jsonl", "run_id"
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")

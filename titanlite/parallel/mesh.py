@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
+from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ whole step is one run of the schedule, and gradients are summed over other ranks
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from titanlite.parallel.context_parallel import TokenShare
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import ModelSpec
 from titanlite.runtime import torch_private
+
+if TYPE_CHECKING:
+    from titanlite.parallel.stage import Stage  # torch needs a second for it
 
 
 class StageInput(Protocol):
@@ -134,8 +137,6 @@ class Pipeline:
 
         `reseed` gets the step, a micro-batch's number and a stage.
         """
-        from titanlite.parallel.stage import Stage
-
         self.context = context
         self.job = context.job
         self.parts = parts
@@ -154,8 +155,7 @@ class Pipeline:
         ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
         self.source = int(context.mesh.world.mesh[ranks[-1]].min())
         self.lanes = self._build_lanes(ranks)
-        own = stages.ranks[self.group.rank()]
-        self.stages = [Stage(part, index, self) for index, part in zip(own, parts, strict=True)]
+        self.stages = self._build_stages()
         self.has_loss = any(stage.is_last for stage in self.stages)
         self.schedule = build_schedule(
             self.stages, stages, lambda loss, number: loss / self.valid_tokens
@@ -169,6 +169,17 @@ class Pipeline:
         self.actions: list[str] = []
         """This rank's actions in the last step."""
         self.micro_batches: list[StageInput] = []
+
+    def _build_stages(self) -> list["Stage"]:
+        from titanlite.parallel.stage import Stage
+
+        stages = self.job.stages
+        count = len(stages.names)
+        built = []
+        for index, part in zip(stages.ranks[self.group.rank()], self.parts, strict=True):
+            inputs, output = self._shapes(index, count)
+            built.append(Stage(part, index, count, self.context.device, inputs, output, self))
+        return built
 
     def _build_lanes(self, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """Return the group of each edge between stages; `ranks` has the rank of each stage."""
@@ -269,6 +280,30 @@ class Pipeline:
             if self.rank_of[index + 1] != own:
                 dist.send(inputs.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
         return None
+
+    def _shapes(self, index: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return empty tensors like the inputs and the output of a stage."""
+        hidden = self.hidden(*self.shape, "meta")
+        inputs = output = hidden
+        if index == 0:
+            inputs = torch.empty(self.shape, dtype=torch.int64, device="meta")
+        if index == count - 1:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            output = torch.empty((), dtype=dtype, device="meta")
+        return inputs, output
+
+    def tokens(self, number: int) -> Tensor:
+        """Return the tokens of a micro-batch."""
+        return self.micro_batches[number].tokens
+
+    def compute(self, stage: "Stage", inputs: Tensor) -> Tensor:
+        """Return a stage's output for the micro-batch that it acts on: the last one's is the
+        loss.
+        """
+        batch = self.micro_batches[stage.number]
+        if stage.is_last:
+            return self.loss(stage.submod, batch, inputs, runs_again=lambda: stage.runs_again)
+        return stage.submod(inputs, batch.positions, batch.documents)
 
     def begin(self, stage: int, kind: str, number: int) -> None:
         """Record an action, and seed the dropout of a forward pass."""

@@ -6,7 +6,7 @@ Imported only where there is a pipeline: torch needs a second for it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from torch.distributed.pipelining import PipelineStage
 from titanlite.parallel.mesh import new_groups
 from titanlite.runtime import torch_private
 from titanlite.runtime.page import phase
-
-if TYPE_CHECKING:
-    from titanlite.parallel.pipeline_parallel import Pipeline
 
 
 def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -61,25 +58,41 @@ def _place(buffers: Any, device: torch.device | str) -> None:
             each.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
+class StageRunner(Protocol):
+    """What runs a stage: the pipeline of this rank."""
+
+    group: dist.ProcessGroup
+    lanes: dict[tuple[int, int], dist.ProcessGroup]
+
+    def begin(self, stage: int, kind: str, number: int) -> None:
+        """Take note of an action that begins."""
+
+    def tokens(self, number: int) -> Tensor:
+        """Return the tokens of a micro-batch."""
+
+    def compute(self, stage: "Stage", inputs: Tensor) -> Tensor:
+        """Return the stage's output for the micro-batch that it acts on."""
+
+
 class Stage(PipelineStage):
     """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
 
-    def __init__(self, part: nn.Module, index: int, pipeline: "Pipeline") -> None:
-        """Give torch the shapes of inputs and outputs, or it would find them by a hidden pass."""
-        stages = pipeline.job.stages
-        hidden = pipeline.hidden(*pipeline.shape, "meta")
-        inputs = hidden
-        if index == 0:
-            inputs = torch.empty(pipeline.shape, dtype=torch.int64, device="meta")
-        output = hidden
-        if index == len(stages.names) - 1:
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            output = torch.empty((), dtype=dtype, device="meta")
+    def __init__(
+        self,
+        part: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        inputs: Tensor,
+        output: Tensor,
+        pipeline: StageRunner,
+    ) -> None:
+        """Give torch the shapes of inputs and output, or it would find them by a hidden pass."""
         super().__init__(
             submodule=part,
             stage_index=index,
-            num_stages=len(stages.names),
-            device=pipeline.context.device,
+            num_stages=count,
+            device=device,
             input_args=inputs,
             output_args=output,
             group=pipeline.group,
@@ -121,18 +134,13 @@ class Stage(PipelineStage):
         with self._acting("F", fwd_chunk_id, "forward"):
             tokens: tuple[Tensor, ...] = ()
             if self.is_first:
-                tokens = (self.pipeline.micro_batches[fwd_chunk_id].tokens,)
+                tokens = (self.pipeline.tokens(fwd_chunk_id),)
             output = super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
             _place(self.args_recv_info[fwd_chunk_id], "meta")
             return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        batch = self.pipeline.micro_batches[self.number]
-        if self.is_last:
-            return self.pipeline.loss(
-                self.submod, batch, args[0], runs_again=lambda: self.runs_again
-            )
-        return self.submod(args[0], batch.positions, batch.documents)
+        return self.pipeline.compute(self, args[0])
 
     def backward_one_chunk(
         self,

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite.config.layout import divisors
 from titanlite.errors import UserError
-from titanlite.layout import divisors
 from titanlite.parallel import float8, lora
 from titanlite.parallel.build import Context, shared_names, tie
 from titanlite.parallel.dtensor import box_of

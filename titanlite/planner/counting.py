@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry
 
-from titanlite.layout import Layout
+from titanlite.config.layout import Layout
 from titanlite.parallel.dtensor import local_part
 from titanlite.planner.record import KINDS, ON_HOST, Collective, Event, Operation, Recording, views
 from titanlite.planner.torch_private import (

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from titanlite.layout import Layout
+from titanlite.config.layout import Layout
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.planner.torch_private import forget_meshes, register_fake_backend
 

@@ -7,7 +7,7 @@ from html import escape
 from math import ceil
 from pathlib import Path
 
-from titanlite.layout import DIMENSIONS, Layout
+from titanlite.config.layout import DIMENSIONS, Layout
 from titanlite.observe.page import html_table, write_html
 from titanlite.planner.plan import Plan
 from titanlite.planner.tables import heading, tables

@@ -71,26 +71,40 @@ def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
     afterwards = [*parts[1:], parts[-1]]
     known = dict(zip(_kinds(taken), zip(taken, parts, afterwards, strict=True), strict=True))
     events = [*_events(job.stages, rank), Event("rest")]
-    operations, alive = start, parts[0][0].by_kind
+    firsts = [*zip(_first_blocks(job, taken), _first_blocks(job, events), strict=True)]
+    operations = [_renamed(one, firsts) for one in start]
+    alive = parts[0][0].by_kind
     for event, kind in zip(events, _kinds(events), strict=True):
-        like, part, (after, *_) = known[kind]
+        _, part, (after, *_) = known[kind]
         growth = tuple(map(sub, alive, part[0].by_kind))
-        blocks = _first_block(job, event.stage) - _first_block(job, like.stage)
-        operations += [_moved(one, event, growth, blocks) for one in part]
+        operations += [_moved(_renamed(one, firsts), event, growth) for one in part]
         alive = tuple(map(add, after.by_kind, growth))
     return replace(few, operations=operations)
 
 
-def _moved(one: Operation, event: Event, growth: tuple[int, ...], blocks: int) -> Operation:
-    """Return an operation at another event, with other bytes alive and other numbers of blocks."""
+def _renamed(one: Operation, firsts: Sequence[tuple[int, int]]) -> Operation:
+    """Return an operation of the rank that took it with the number of this rank's block; `firsts`
+    are the first blocks of the stages of both, in order.
+
+    A rank gathers a stage during the event of another one, or before any.
+    """
     name, _, number = one.phase.rpartition(" ")
-    phase = f"{name} {int(number) + blocks}" if number.isdigit() else one.phase
+    if not number.isdigit():
+        return one
+    its, own = max(pair for pair in firsts if pair[0] <= int(number))
+    return replace(one, phase=f"{name} {int(number) - its + own}")
+
+
+def _moved(one: Operation, event: Event, growth: tuple[int, ...]) -> Operation:
+    """Return an operation at another event, with other bytes alive."""
     by_kind = tuple(map(add, one.by_kind, growth))
-    return replace(one, phase=phase, live=sum(by_kind[:-1]), by_kind=by_kind, event=event)
+    return replace(one, live=sum(by_kind[:-1]), by_kind=by_kind, event=event)
 
 
-def _first_block(job: Job, stage: int) -> int:
-    return next((int(name.rpartition(".")[2]) for name in blocks_of(job, stage)), 0)
+def _first_blocks(job: Job, events: Sequence[Event]) -> list[int]:
+    """Return the first block of each stage of these events that has blocks."""
+    blocks = [blocks_of(job, stage) for stage in sorted({each.stage for each in events})]
+    return [int(names[0].rpartition(".")[2]) for names in blocks if names]
 
 
 def _kinds(events: Sequence[Event]) -> Iterator[tuple[int, str, str, bool, bool]]:

@@ -12,9 +12,9 @@ from torch import nn
 
 from titanlite.checkpoint.layouts import layout_of
 from titanlite.config.job import Job
+from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.config.pipeline_order import stage_table
 from titanlite.errors import few_of, format_table
-from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from titanlite.config.job import Job
+from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.errors import UserError, format_bytes
-from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.observe.throughput import TokenFlops, flops_per_token
 from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, plan_ranks

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from titanlite.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
+from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 
 KINDS = tuple(
     "parameters gathered gradients activations logits optimizer buffers communication host".split()

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from titanlite.config.job import Job, job_from
+from titanlite.config.layout import divisors
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.pipeline_order import bubble
 from titanlite.config.schema import with_values
 from titanlite.config.section import value_of
-from titanlite.layout import divisors
 from titanlite.observe.progress import track
 from titanlite.optim import optimizer_bytes, trained_parameters
 from titanlite.parallel.build import build_model

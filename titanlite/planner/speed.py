@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from titanlite.config.job import Job
-from titanlite.layout import DIMENSIONS, Layout
+from titanlite.config.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import DISK, ON_HOST, Collective, Totals, views
 

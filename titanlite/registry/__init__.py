@@ -1,7 +1,7 @@
 """Declarations of models, optimizers, converters and sinks, and registration by name: the public
 face.
 
-May import layout, errors and the standard library (pydantic late). Never imports torch, a model, or
+May import errors and the standard library (pydantic late). Never imports torch, a model, or
 anything above.
 """
 
@@ -15,18 +15,7 @@ from titanlite.registry.hf import (
     Transposed,
     WeightTransform,
 )
-from titanlite.registry.model import (
-    Init,
-    ModelDims,
-    ModelSpec,
-    Role,
-    Rule,
-    assign,
-    expert_paths,
-    normal,
-    ones,
-    zeros,
-)
+from titanlite.registry.model import ModelDims, ModelSpec
 from titanlite.registry.register import (
     OptimizerSpec,
     SinkSpec,
@@ -39,6 +28,16 @@ from titanlite.registry.register import (
     register_model,
     register_optimizer,
     register_sink,
+)
+from titanlite.registry.rule import (
+    Init,
+    Role,
+    Rule,
+    assign,
+    expert_paths,
+    normal,
+    ones,
+    zeros,
 )
 
 # Earlier names, which users' packages may import.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.registry.model import Init, Rule, zeros
+from titanlite.registry.rule import Init, Rule, zeros
 
 
 def is_adapter(name: str) -> bool:

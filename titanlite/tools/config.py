@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import parse_command_line
+from titanlite.config.load import load, parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
@@ -49,7 +49,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.schema or arguments.markdown:
         print(json_schema() if arguments.schema else markdown(), end="")
         return 0
-    job = job_from(parse_command_line(overrides, os.environ), world=arguments.world, training=False)
+    loaded = load(parse_command_line(overrides, os.environ))
+    job = job_from(loaded, world=arguments.world, training=False)
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule
 
@@ -65,7 +66,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     else:
         ranks = counted(job.layout.world, "rank")
         print(f"# {job.config.model.name} {job.config.model.flavor} on {ranks}: {job.layout}")
-        for notice in job.remarks:
+        for notice in (*loaded.notices, *job.remarks):
             print(f"# {notice}")
         print(to_toml(job.given), end="")
     return 0

@@ -3,6 +3,7 @@ sets. No torch.
 """
 
 import dataclasses
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,9 @@ and with `--model.flavor hf` the fields of \
 
 Flavors named by a size are the same models, \
 except that its qwen3 235B-A22B has a `rope_theta` of 5,000,000. The debug
-flavors differ: here they are small enough for a laptop and the byte tokenizer, \
-with a vocabulary of 256 instead of 2,048.
-Losses of TorchTitan's `debug_model.toml` are not comparable.
+flavors here are smaller, with a vocabulary of 256 bytes instead of 2,048 tokens. Losses \
+of TorchTitan's
+`debug_model.toml` are not comparable.
 
 | | TorchTitan | here |
 | --- | --- | --- |
@@ -49,10 +50,9 @@ Initial values have the same distributions, except for these:
 | embedding with a tied output layer | dim^-0.5, cut at 3 deviations \
 | 0.02, as in Hugging Face's models |
 
-The two have not been compared over a long run, \
-and a change would give every config different initial weights, so the
-differences stay. [Imported](checkpoints.md#hugging-face-export-and-import) weights \
-have none of these differences.
+The two have not been compared over a long run. \
+[Imported](checkpoints.md#hugging-face-export-and-import) weights have none of
+these differences.
 """
 
 
@@ -92,11 +92,11 @@ def markdown(specs: list[ModelSpec]) -> str:
     """Return the text of docs/models.md."""
     out = [_INTRODUCTION]
     for spec in specs:
-        out.append(f"## {spec.name}\n")
-        for header, *rows in (_flavors(spec), _fields(spec)):
-            lines = (header, ["---"] * len(header), *rows)
-            out += ["| " + " | ".join(line) + " |" for line in lines]
-            out.append("")
+        header, *rows = _flavors(spec)
+        lines = (header, ["---"] * len(header), *rows)
+        fields = ", ".join(f"{name} {default}" for name, default in _fields(spec)[1:])
+        out += [f"## {spec.name}\n", *["| " + " | ".join(line) + " |" for line in lines], ""]
+        out += [textwrap.fill(f"Fields and their defaults: {fields}.", 120), ""]
         page = Path(__file__).parents[1] / "models" / spec.name / "README.md"
         if page.is_file():
             out.append(page.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def _fields(spec: ModelSpec) -> list[list[str]]:
     header = ["field", "default"]
     cls, *others = {type(flavor) for flavor in spec.flavors.values()}
     if others:  # contents of config.json
-        return [header, ["any key of the class's config.json", "that of the class"]]
+        return [header, ["any key of the class's config.json", "as in the class"]]
     return [header, *map(list, _defaults(cls))]
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from textwrap import dedent
 
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT
+from titanlite.config.layout import Layout
 from titanlite.config.options import A_RUN, declare
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml, toml_differences, tomllib
-from titanlite.layout import Layout
 from titanlite.observe.console import rank_log, untimed
 from titanlite.observe.events import starts
 from titanlite.observe.page import Table, html_table, write_html

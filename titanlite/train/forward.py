@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.config.layout import Layout
 from titanlite.data.loader import MicroBatch
-from titanlite.layout import Layout
 from titanlite.parallel.build import Context
 from titanlite.parallel.context_parallel import TokenShare, token_share
 from titanlite.parallel.pipeline_parallel import Loss, Pipeline

@@ -17,12 +17,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite import __version__
 from titanlite.config.job import Job
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, counted, format_bytes
-from titanlite.observe.run_folder import git_revision
+from titanlite.observe.run_folder import git_revision, versions
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_on_rank_0
 from titanlite.runtime.torch_private import nccl_implementation
@@ -83,7 +82,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
 
     Call it on all ranks: they read their clocks at the same time.
     """
-    software = f"titanlite {__version__}, torch {torch.__version__}"
+    software = f"titanlite {versions()['titanlite']}, torch {torch.__version__}"
     gpu = ""
     revision = None
     if rank.local_rank == 0:

@@ -1,12 +1,10 @@
 """The lines that a run prints at its start: every number that the config implies."""
 
-import platform
 from collections import Counter
 
 import torch
 import torch.distributed as dist
 
-from titanlite import __version__
 from titanlite.checkpoint.manifest import CONFIG, read_document
 from titanlite.checkpoint.resume import Resume
 from titanlite.config.pipeline_order import headline
@@ -14,6 +12,7 @@ from titanlite.config.schema import KEYS, JobConfig, config_of
 from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.errors import counted, format_bytes
+from titanlite.observe.run_folder import versions
 from titanlite.optim import implementation, optimizer_bytes, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
@@ -40,9 +39,10 @@ def describe_start(trainer: Trainer) -> list[str]:
         [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
     )
     decayed = sum(item.decays for item in whole)
+    installed = versions()
     rows = {
-        "titanlite": f"{__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}",
+        "titanlite": f"{installed['titanlite']}, torch {torch.__version__}, "
+        f"Python {installed['python']}",
         "model": _describe_model(trainer),
         "device": _describe_device(trainer),
         "mesh": str(job.layout),

@@ -23,7 +23,7 @@ from titanlite.errors import first_line
 from titanlite.observe.metrics import Values
 from titanlite.optim import build_optimizer
 from titanlite.parallel.build import named_parameters, persistent_buffers
-from titanlite.registry.model import Role
+from titanlite.registry import Role
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import pick_device
 from titanlite.train.forward import take

@@ -16,7 +16,7 @@ import numpy as np
 from titanlite.data.shards import id_type
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
-from titanlite.registry.model import Role
+from titanlite.registry import Role
 from titanlite.verify.harness import measure
 from titanlite.verify.measurements import BOUNDS, Mismatch, steps_of
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job

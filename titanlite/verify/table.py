@@ -13,9 +13,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import get_args
 
+from titanlite.config.layout import Layout
 from titanlite.config.stages import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule
 from titanlite.config.toml import read_toml
-from titanlite.layout import Layout
 
 SAMPLES = 36
 """Samples of the global batch: divisible by every data-parallel degree times every accumulation."""

@@ -1,10 +1,10 @@
 """Rules of data sets, batches and sequence lengths."""
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.needs import is_streamed
 from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.schema import JobConfig, Training, Validation
 from titanlite.config.urls import COPY_FIRST, LEGAL_URLS, is_url, split_url
-from titanlite.layout import Batch, Layout
 from titanlite.registry import ModelDims
 
 BYTE_VOCABULARY = 256

@@ -1,9 +1,9 @@
 """What follows where a key lacks what it needs: it is refused, or has no effect."""
 
+from titanlite.config.layout import Batch, Layout
 from titanlite.config.rules.check import Check, Refusals
 from titanlite.config.schema import NEEDS, JobConfig, is_set
 from titanlite.config.section import Condition, MeshCondition, Needs
-from titanlite.layout import Batch, Layout
 
 
 def apply_rules(check: Check) -> None:

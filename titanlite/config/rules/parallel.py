@@ -8,11 +8,11 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
+from titanlite.config.layout import Layout, divisors
 from titanlite.config.rules.check import Check, InvalidField, Refusals, Refuse
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import fills_stages
 from titanlite.errors import counted
-from titanlite.layout import Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec, expert_paths
 
 BUDGETING_BACKENDS = ("inductor", "aot_eager")

@@ -5,6 +5,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+from titanlite.config.layout import Batch, Layout, divisors
 from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.rules.parallel import legal_degrees
 from titanlite.config.schema import JobConfig
@@ -21,7 +22,6 @@ from titanlite.config.stages import (
     split_layers,
     stages_of_ranks,
 )
-from titanlite.layout import Batch, Layout, divisors
 from titanlite.registry import ModelDims, ModelSpec
 
 _PIPELINE = "parallelism.pipeline_parallel_"
