@@ -94,9 +94,7 @@ def test_torchtitans_debug_config_is_said_to_be_of_another_model(tmp_path):
 
 
 def test_keys_that_do_not_count_are_named(capsys):
-    given: list[str] = (
-        "--mx.recipe=x --fault_tolerance.none=1 --training.steps=4 --debug.seed=1".split()
-    )
+    given = ["--mx.recipe=x", "--fault_tolerance.none=1", "--training.steps=4", "--debug.seed=1"]
     given += ["--training.steps=5", "--debug.seed=1"]
     twice, foreign = load(parse_command_line(given, {})).notices
     says(twice, "training.steps = 5")
