@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.parallel import fsdp
 from titanlite.parallel.build import Context, shared_names
-from titanlite.parallel.expert_parallel import expert_modules, routers, units
+from titanlite.parallel.expert_parallel import expert_modules, units
 from titanlite.parallel.param_view import forward_with_converted_params
 
 
@@ -47,9 +47,7 @@ def _units(model: nn.Module, context: Context) -> Iterator[nn.Module]:
     experts = {*expert_modules(model, context.table).values()}
     for block in context.blocks(model).values():
         yield from units(block, experts)
-        yield from experts.intersection(block.modules())
-        yield from routers(block).values()
-        yield from reversed([*block.modules()])  # a parameter of a module around these
+        yield from reversed([*block.modules()])  # experts, routers, and what is around them
     yield model
 
 
