@@ -97,4 +97,3 @@ def test_one_rank_without_fsdp2_has_the_bits_that_fsdp2_gives(pool, tmp_path, na
     for parameter, gradient in own.items():
         bound = ROWS if parameter == EMBEDDING and "tied" not in name else 0.0
         assert relative_error(gradient, expected[parameter]) <= bound, parameter
-

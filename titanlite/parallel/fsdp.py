@@ -20,12 +20,11 @@ from torch.distributed.tensor import Shard
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError
-from titanlite.parallel import fsdp_schedule
+from titanlite.parallel import fsdp_schedule, replicated
 from titanlite.parallel.build import Context, shared_names
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.expert_parallel import expert_modules
 from titanlite.parallel.float8 import bytes_all_gather
-from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime import torch_private
 
 
@@ -45,7 +44,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if plan.last_is_root:
         groups[plan.last] = [model]
     experts: set[nn.Module] = set()
-    if not _experts_are_whole(job):
+    if not fsdp_schedule.experts_are_whole(job):
         experts = {*expert_modules(model, context.table).values()}
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
@@ -54,7 +53,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         for module in experts:
             module.register_forward_pre_hook(_gather_for_backward, prepend=True)
     fsdp_schedule.set_prefetch([group[0] for group in groups], plan)
-    return [_note(job)]
+    return [*replicated.note(context), _note(job)]
 
 
 def is_needed(job: Job) -> bool:
@@ -68,18 +67,11 @@ def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
     """Return the parameters of a model part that FSDP2 does not take, and so does not cast."""
     if not is_needed(context.job):
         return [*model.parameters()]
-    whole = replicated_parameters(model, context)
-    if _experts_are_whole(context.job):
+    whole = replicated.replicated_parameters(model, context)
+    if fsdp_schedule.experts_are_whole(context.job):
         for module in expert_modules(model, context.table).values():
             whole += module.parameters()
     return whole
-
-
-def _experts_are_whole(job: Job) -> bool:
-    """Return whether each expert is on one rank alone, with nothing to gather or to sum."""
-    if job.config.training.enable_cpu_offload:
-        return False
-    return job.layout.experts_on_own_mesh and not job.layout.sums_experts_apart
 
 
 def _shard(

@@ -14,7 +14,6 @@ from titanlite.parallel import (
     fsdp,
     pipeline_parallel,
     recompute,
-    replicated,
     tensor_parallel,
 )
 from titanlite.parallel.build import Context
@@ -34,7 +33,6 @@ ORDER: tuple[Technique, ...] = (
     expert_parallel.apply,  # with tensor parallel, which leaves experts alone
     # around attention only: before a block's forward method is recomputed or compiled
     context_parallel.apply,
-    replicated.apply,
     cast.apply,  # the parameters that FSDP2 ignores; innermost, like FSDP2's own cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     # outside per-operation recomputation, so that received tokens are kept

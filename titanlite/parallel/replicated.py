@@ -18,8 +18,8 @@ from titanlite.registry import Rule
 KEY = "parallelism.fsdp_keep_whole"
 
 
-def apply(model: nn.Module, context: Context) -> list[str]:
-    """Check the patterns, and say how many parameters they match."""
+def note(context: Context) -> list[str]:
+    """Return a line on how many parameters the patterns match, if there are any."""
     patterns = context.job.config.parallelism.fsdp_keep_whole
     names = kept_whole(context.job, context.table)
     if not names:

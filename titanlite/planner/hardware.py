@@ -60,6 +60,8 @@ class Reserve:
     """Of a GPU's memory, for what no rehearsal counts."""
     allocator: Positive
     """Times a step's peak, what torch's allocator takes where it has room."""
+    allocator_alone: Positive
+    """The same on a rank that gathers nothing."""
     source: str
 
 
