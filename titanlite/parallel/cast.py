@@ -27,7 +27,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if not shared_names(model):
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight in left:
-                left -= _cast_rows(module, dtype)
+                left.difference_update(_cast_rows(module, dtype))
     for module in _units(model, context):
         names = [path for path, parameter in module.named_parameters() if parameter in left]
         left.difference_update(module.parameters())
@@ -51,7 +51,7 @@ def _units(model: nn.Module, context: Context) -> Iterator[nn.Module]:
     yield model
 
 
-def _cast_rows(module: nn.Embedding, dtype: torch.dtype) -> set[nn.Parameter]:
+def _cast_rows(module: nn.Embedding, dtype: torch.dtype) -> set[torch.Tensor]:
     """Cast the rows that an embedding looks up instead of its table; return the table.
 
     Not under tensor parallel, which sums rows over ranks, in the type of activations.
