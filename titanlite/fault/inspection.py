@@ -13,6 +13,8 @@ from typing import NamedTuple
 from titanlite.fault.stall import IN_KERNEL, STOPPED
 from titanlite.fault.status import Inspection
 
+POLL_SECONDS = 0.1
+"""Between two looks of a launcher at its workers."""
 STACK_SECONDS = 2
 """Time for a process to write its stack."""
 STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}

@@ -27,7 +27,7 @@ from titanlite.runtime.bucket import BucketError
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.registry import Rule
+    from titanlite.parallel.build import Table
     from titanlite.train.prepared import Prepared
 
 Check = Callable[..., Any]
@@ -297,7 +297,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _check_memory(
-    job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None
+    job: Job, parts: list[list[nn.Module]], table: Table, available: int | None
 ) -> None:
     """Raise if a rank's share of parameters, gradients and optimizer state exceeds its memory in
     bytes, if that is known.
@@ -347,7 +347,7 @@ def _check_disk(job: Job, processes: int) -> None:
     reserve(job.config.training.offload_folder, processes * static_bytes(job)["optimizer"]).close()
 
 
-def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], element_size: int) -> int:
+def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: int) -> int:
     """Return the bytes of parameters, gradients and optimizer state of some parts of a model, with
     `element_size` bytes per number.
     """

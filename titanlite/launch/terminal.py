@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from titanlite.errors import columns
 from titanlite.observe.console import colored, shortened, timed, untimed
-from titanlite.observe.metrics import format_duration
+from titanlite.observe.sinks import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titanlite.errors import RunFailed
-from titanlite.fault.inspection import process_state
+from titanlite.fault.inspection import POLL_SECONDS, process_state
 from titanlite.fault.stall import STOPPED
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Process = subprocess.Popen[bytes] | Child
 NO_FORKS = "titanlite: ranks start as new interpreters: {}"
-POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 2
 """Time between SIGINT and SIGKILL, and for a killed process to disappear."""
 CRASHES = [

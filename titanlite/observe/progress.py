@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from titanlite.errors import format_bytes, print_notice
-from titanlite.observe.metrics import format_duration
+from titanlite.observe.sinks import format_duration
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]

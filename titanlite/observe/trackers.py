@@ -15,8 +15,8 @@ from pkgutil import resolve_name
 from titanlite.config.schema import KEYS, JobConfig, nested
 from titanlite.config.section import value_of
 from titanlite.errors import UserError, first_line, install_command
-from titanlite.observe.metrics import Values
 from titanlite.observe.run_folder import RUN_ID
+from titanlite.observe.sinks import Values
 from titanlite.registry import SinkSpec, get_sink
 
 PROJECT = "titanlite"

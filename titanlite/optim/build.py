@@ -157,15 +157,23 @@ def adam_options(settings: schema.Optimizer) -> dict[str, Any]:
 
 
 def _flags(settings: schema.Optimizer) -> dict[str, bool]:
-    chosen = implementation(settings)
+    chosen = _implementation(settings)
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
 
 
-def implementation(settings: schema.Optimizer) -> str:
+def _implementation(settings: schema.Optimizer) -> str:
     """Return the implementation that runs."""
     if settings.name == "SGD" and settings.implementation == "fused":
         return "foreach"  # torch 2.11 to 2.13 lack a fused SGD for sharded parameters
     return settings.implementation
+
+
+def optimizer_title(config: JobConfig) -> str:
+    """Return the optimizer's name, and the implementation that runs, if there is a choice."""
+    settings = config.optimizer
+    if "implementation" in _spec(config).unused:
+        return settings.name
+    return f"{settings.name} ({_implementation(settings)})"
 
 
 def optimizer_bytes(trained: Sequence[TrainedParam], config: JobConfig) -> int:

@@ -21,6 +21,9 @@ from titanlite.registry import ModelSpec, Rule, assign
 if TYPE_CHECKING:
     from titanlite.parallel.mesh import Mesh
 
+Table = dict[str, Rule]
+"""The row of every parameter of a model."""
+
 
 class Converter(Protocol):
     """Swaps layers of a model; built with the Job on every rank.
@@ -41,7 +44,7 @@ class Context:
 
     job: Job
     mesh: "Mesh"
-    table: dict[str, Rule]
+    table: Table
     """The rule of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
@@ -52,7 +55,7 @@ class Context:
         return {int(number): block for number, block in blocks.named_children()}
 
 
-def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
+def build_model(job: Job) -> tuple[nn.Module, Table]:
     """Return the whole model on the meta device, in training.dtype and with model.freeze applied,
     and its table.
     """
@@ -65,9 +68,7 @@ def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
     return model, table
 
 
-def build_meta_model(
-    spec: ModelSpec, flavor: Any, positions: int = 1
-) -> tuple[nn.Module, dict[str, Rule]]:
+def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, Table]:
     """Return a model on the meta device and the rule of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,12 +27,13 @@ from titanlite.planner.torch_private import (
     CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
     around_sharding_propagation,
+    group_of,
     is_compiling,
     is_wrapper_subclass,
+    replaced,
     storage_key,
     written_arguments,
 )
-from titanlite.runtime.torch_private import process_groups
 
 _COLLECTIVES = {
     "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
@@ -152,7 +152,7 @@ class Counting(TorchDispatchMode):
 
         self._patches = ExitStack()
         self._patches.enter_context(around_sharding_propagation(self.hide))
-        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_see))
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", resize_and_see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:  # type: ignore[override]
@@ -344,8 +344,7 @@ def _on_gpu(alive: Sequence[int]) -> int:
 
 def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
     """Return the dimensions of a layout that a process group spans, and the group's size."""
-    group = next(group for group in process_groups() if group.group_name == group_name)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group_of(group_name))
     parts = list[str]()
     for names, degrees in views(layout):
         coordinates = np.unravel_index(ranks, degrees)

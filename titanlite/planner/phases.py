@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner.counting import PHASE_OF_REGION, Counting
 from titanlite.planner.record import Event
-from titanlite.planner.torch_private import around_sends, before_actions
+from titanlite.planner.torch_private import around_sends, before_actions, replaced
 
 _TRANSFERS = {
     "get_fwd_recv_ops": "forward receive",
@@ -46,23 +45,23 @@ def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSta
         groups(Event("gather", index), "forward gather", lambda: None)
 
     groups = partial(_name_groups, pipeline.job.spec.blocks, counting)
-    hooks.enter_context(patch.object(pipeline, "begin", act))
+    hooks.enter_context(replaced(pipeline, "begin", act))
     hooks.enter_context(before_actions(pipeline.schedule, gather))
     step = partial(_step, pipeline, counting, pipeline.schedule.step)
-    hooks.enter_context(patch.object(pipeline.schedule, "step", step))
+    hooks.enter_context(replaced(pipeline.schedule, "step", step))
     hooks.enter_context(around_sends(lambda operation: counting.begin(*operation.begins)))
     for stage in pipeline.stages:
         for method, phase in _TRANSFERS.items():
             transfer = partial(
                 _transfer, counting, phase, stage.stage_index, getattr(stage, method)
             )
-            hooks.enter_context(patch.object(stage, method, transfer))
+            hooks.enter_context(replaced(stage, method, transfer))
         if isinstance(stage.submod, FSDPModule):
             unshard = partial(groups, None, "forward gather", stage.submod.unshard)
-            hooks.enter_context(patch.object(stage.submod, "unshard", unshard))
+            hooks.enter_context(replaced(stage.submod, "unshard", unshard))
         event = Event("reduce", stage.stage_index, 1)
         reduce = partial(groups, event, "backward reduction", stage.perform_reduce_grad)
-        hooks.enter_context(patch.object(stage, "perform_reduce_grad", reduce))
+        hooks.enter_context(replaced(stage, "perform_reduce_grad", reduce))
         before = "input"
         after = "forward output"
         if stage.is_first:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
-from titanlite.parallel import expert_parallel, tensor_parallel
+from titanlite.parallel import expert_parallel
 from titanlite.parallel.build import Context, Converter, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
@@ -46,6 +45,7 @@ from titanlite.planner.torch_private import (
     fake_tensor_mode,
     holding_what_is_sent,
     real_tensors,
+    replaced,
     storage_key,
     untraceable,
     waiting_as_on_a_device,
@@ -89,7 +89,7 @@ def rehearse(
     with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
         for part in parts:
             allocate(part, context.device)
-        guard = StepGuard(config.fault, context.device, job.layout.tp)
+        guard = StepGuard(config.fault, context.device, job.layout.tp, copy=stand_ins.late_copy)
         if is_short:
             context = replace(context, job=shortened(job))
         runner = _build_step_runner(context, parts, rank)
@@ -122,7 +122,7 @@ def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) 
         config = with_values(config, _WITHOUT_STATE)
     # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
     gathered = partial(stand_ins.gathered, trained)
-    with real_tensors(), patch.object(muon, "gather_objects", gathered):
+    with real_tensors(), replaced(muon, "gather_objects", gathered):
         optimizer = build_optimizer(trained, config, 0, context.mesh.stage)
         model = build_runner(context, parts, 0, rank)
         return StepRunner(context, model, trained, optimizer)
@@ -139,11 +139,10 @@ def _rehearsing(
         fake_tensor_mode(),
         waiting_as_on_a_device(),
         without_values(),
-        patch.object(expert_parallel, "exchange_sizes_on_host", sizes),
-        patch.object(moe, "sizes_on_host", stand_ins.even_groups),
-        patch.object(torch, "compile", compile_without_code),
-        patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
-        patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
+        replaced(expert_parallel, "exchange_sizes_on_host", sizes),
+        replaced(moe, "sizes_on_host", stand_ins.even_groups),
+        replaced(torch, "compile", compile_without_code),
+        replaced(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
     ):
         yield
 
@@ -195,10 +194,8 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
         with counting.hide():  # gloo copies out of a private buffer
             return wait(work, *arguments)
 
-    with patch.object(dist.Work, "wait", wait_unseen):
-        steps = []
-        for step in range(1, 5):
-            steps.append(_count_step(step, runner, micro_batches, guard, counting))
+    with replaced(dist.Work, "wait", wait_unseen):
+        steps = [_count_step(step, runner, micro_batches, guard, counting) for step in range(1, 5)]
     return min(steps[1:], key=lambda step: step.peak)
 
 
@@ -207,9 +204,11 @@ def _skeleton(
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
+    # The overlap is inductor's, which makes no code in a rehearsal.
+    alone = {"parallelism.enable_async_tensor_parallel": False}
+    job = replace(job, config=with_values(job.config, alone))
     context = Context(job, mesh, table, torch.device("cpu"), converters)
-    overlap = patch.object(tensor_parallel, "enable_async_tensor_parallel")  # inductor's
-    with patch.object(torch, "compile", compile_without_code), overlap:
+    with replaced(torch, "compile", compile_without_code):
         parts, _ = parallelize(model, context)
     return context, parts
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.optim import TrainedParam
 from titanlite.planner.counting import Counting
-from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors
+from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors, replaced
 
 
 def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -137,8 +136,8 @@ def as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
     for part in parts:
         owners += [module for module in part.modules() if hasattr(module, "attend_last")]
     with ExitStack() as patches:
-        patches.enter_context(patch.object(torch.Tensor, "to", to))
+        patches.enter_context(replaced(torch.Tensor, "to", to))
         for owner, (name, substitute) in product(owners, AS_ON_CUDA.items()):
             if hasattr(owner, name):
-                patches.enter_context(patch.object(owner, name, substitute))
+                patches.enter_context(replaced(owner, name, substitute))
         yield

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,24 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 """torch 2.11 and 2.14; no public name."""
 
 
+@contextmanager
+def replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+    """Let an attribute of an object, a class or a module be another one inside the context.
+
+    This is for what a rehearsal cannot pass as an argument.
+    """
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, substitute)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
 def register_fake_backend() -> None:
     """Register the process group backend "fake"."""
     # torch 2.11, 2.13 and 2.15: importing this does so; no public way.
@@ -39,6 +56,11 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name. torch 2.11 and 2.14; no public name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def is_wrapper_subclass(kind: type) -> bool:
@@ -90,7 +112,7 @@ def around_sharding_propagation(
         with around():
             return original(*args)
 
-    return patch.object(ShardingPropagator, name, propagate)
+    return replaced(ShardingPropagator, name, propagate)
 
 
 @contextmanager
@@ -116,8 +138,8 @@ def waiting_as_on_a_device() -> Iterator[None]:
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
-                patches.enter_context(patch.object(module, "_are_we_tracing", is_compiling))
-        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", waiting))
+                patches.enter_context(replaced(module, "_are_we_tracing", is_compiling))
+        patches.enter_context(replaced(functional, "_maybe_wrap_tensor", waiting))
         yield
 
 
@@ -193,8 +215,8 @@ def without_values() -> Iterator[None]:
 
     with (
         torch._dynamo.config.patch(recompile_limit=1000),  # each job in a world has its graphs
-        patch.object(adam, "_get_value", value),
-        patch.object(rules, "_meta_grouped_mm_common", product),
+        replaced(adam, "_get_value", value),
+        replaced(rules, "_meta_grouped_mm_common", product),
     ):
         yield
 
@@ -213,7 +235,7 @@ def holding_what_is_sent() -> Iterator[None]:
         held = (_Held(each.tensor) for each in operations)
         return [*send(operations, *args, **kwargs), *held]
 
-    with patch.object(schedules, "_batch_p2p", send_and_hold):
+    with replaced(schedules, "_batch_p2p", send_and_hold):
         yield
 
 
@@ -234,7 +256,7 @@ def around_sends(before: Callable[[Any], None]) -> Iterator[None]:
             works += batch([operation], *args, **kwargs)
         return works
 
-    with patch.object(schedules, "_batch_p2p", one_by_one):
+    with replaced(schedules, "_batch_p2p", one_by_one):
         yield
 
 
@@ -252,7 +274,7 @@ def before_actions(schedule: Any, call: Callable[[int], None]) -> Iterator[None]
 
     with ExitStack() as patches:
         if wait:
-            patches.enter_context(patch.object(schedule, "_assert_unsharded", call_and_wait))
+            patches.enter_context(replaced(schedule, "_assert_unsharded", call_and_wait))
         yield
 
 
@@ -268,7 +290,7 @@ def run_silently(schedule: Any, events: list[Event]) -> None:
 
     schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
     gather = before_actions(schedule, lambda stage: events.append(Event("gather", stage)))
-    with patch.object(schedules, "_batch_p2p", send), gather:
+    with replaced(schedules, "_batch_p2p", send), gather:
         schedule._step_microbatches()
 
 

@@ -15,8 +15,8 @@ from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.observe.events import starts
-from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
+from titanlite.observe.sinks import format_duration
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, chart, read_run, text_of
 

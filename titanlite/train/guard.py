@@ -22,6 +22,28 @@ PERIOD = 1000
 """At most fault.skip_budget steps may be skipped in this many."""
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on every rank with a bad step's number, a line for the log, and metrics."""
+Read = Callable[[], list[float]]
+"""Returns values, once they are on the host."""
+
+
+def late_copy(values: torch.Tensor) -> Read:
+    """Read device values on the host one step later, without blocking the device.
+
+    Return a function that returns them once they have arrived.
+    """
+    arrived = None
+    if values.is_cuda:
+        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+        values = pinned.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def read() -> list[float]:
+        if arrived:
+            arrived.synchronize()
+        return [value.item() for value in values]
+
+    return read
 
 
 class NonFinite(RunFailed):
@@ -36,16 +58,22 @@ class StepGuard:
     """
 
     def __init__(
-        self, settings: FaultSection, device: torch.device, tp: int, note: Note = lambda *_: None
+        self,
+        settings: FaultSection,
+        device: torch.device,
+        tp: int,
+        note: Note = lambda *_: None,
+        copy: Callable[[torch.Tensor], Read] = late_copy,
     ) -> None:
         self._tp = tp
+        self._copy = copy
         self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
         """The steps of the first bad loss and of the first bad norm; 0 for none."""
-        self._read_flags: Callable[[], list[float]] | None = None
+        self._read_flags: Read | None = None
         self._bad_steps: BadSteps | None = None
         """None if non-finite values end the run and spike detection is off."""
         if settings.on_nonfinite == "skip" or settings.spike_sigma:
-            self._bad_steps = BadSteps(settings, device, note)
+            self._bad_steps = BadSteps(settings, device, note, copy)
 
     def exchange(self, valid_tokens: torch.Tensor, stop: bool = False) -> torch.Tensor:
         """Return the sum of the valid tokens over all data.
@@ -58,7 +86,7 @@ class StepGuard:
             sums = self._bad_steps.all_reduce(sums, self._tp)
         else:
             dist.all_reduce(sums)
-        self._read_flags = late_copy(sums[1:])
+        self._read_flags = self._copy(sums[1:])
         return sums[0] // self._tp
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor | None:
@@ -134,7 +162,14 @@ class BadSteps:
     the next step's tokens, after the update. The host reads both values yet another step later.
     """
 
-    def __init__(self, settings: FaultSection, device: torch.device, note: Note) -> None:
+    def __init__(
+        self,
+        settings: FaultSection,
+        device: torch.device,
+        note: Note,
+        copy: Callable[[torch.Tensor], Read] = late_copy,
+    ) -> None:
+        self._copy = copy
         self._settings: FaultSection = settings
         self._note = note
         self._norms = Window(settings, device)
@@ -150,7 +185,7 @@ class BadSteps:
         self._norm = self._nothing
         self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
-        self._judged: list[tuple[int, Callable[[], list[float]]]] = []
+        self._judged: list[tuple[int, Read]] = []
         """Steps with their norm, its limit, their loss and its limit, which are not read yet."""
 
     def record(
@@ -188,7 +223,7 @@ class BadSteps:
             loss = sums[-1] / tp
             limit, _ = self._losses.judge(loss)
             judged = torch.cat([self._norm, torch.stack([loss, limit])])
-            self._judged.append((self._step, late_copy(judged)))
+            self._judged.append((self._step, self._copy(judged)))
             self._step = 0
             self._loss = self._nothing
         return sums[:-1].to(values.dtype)
@@ -297,23 +332,3 @@ class Window:
         empty = [math.nan] * self._size
         padded = torch.tensor(empty + values, dtype=torch.float64)
         self._values = padded[len(padded) - self._size :].to(self._values.device)
-
-
-def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Read device values on the host one step later, without blocking the device.
-
-    Return a function that returns them once they have arrived.
-    """
-    arrived = None
-    if values.is_cuda:
-        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-        values = pinned.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-    def read() -> list[float]:
-        if arrived:
-            arrived.synchronize()
-        return [value.item() for value in values]
-
-    return read

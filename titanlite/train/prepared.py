@@ -7,8 +7,7 @@ from torch import nn
 
 from titanlite.data.sources import Place, Source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.parallel.build import Converter
-from titanlite.registry import Rule
+from titanlite.parallel.build import Converter, Table
 
 
 @dataclass
@@ -18,5 +17,5 @@ class Prepared:
     tokenizer: Tokenizer | None = None
     sources: dict[Place, Source] = field(default_factory=dict)
     converters: Sequence[Converter] = ()
-    model: tuple[nn.Module, dict[str, Rule]] | None = None
+    model: tuple[nn.Module, Table] | None = None
     """The whole model on the meta device, and its table."""

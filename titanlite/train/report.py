@@ -18,9 +18,9 @@ from titanlite.checkpoint.saver import PendingSave
 from titanlite.errors import RunFailed, some_of
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import memory_tags, peak_memory, retries_warning
-from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.progress import progress_lines
 from titanlite.observe.run_folder import METRICS, describe_run
+from titanlite.observe.sinks import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
 from titanlite.optim.build import TrainedParam

@@ -13,10 +13,9 @@ from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.errors import counted, format_bytes
 from titanlite.observe.run_folder import versions
-from titanlite.optim import implementation, optimizer_bytes, trained_parameters
+from titanlite.optim import optimizer_bytes, optimizer_title, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
-from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
@@ -67,14 +66,11 @@ def describe_start(trainer: Trainer) -> list[str]:
 def _describe_optimizer(trainer: Trainer) -> str:
     job = trainer.job
     settings = job.config.optimizer
-    name = settings.name
-    if "implementation" not in get_optimizer(name, job.config.model.package).unused:
-        name += f" ({implementation(settings)})"
     table = trainer.report.context.table
     whole = trained_parameters([trainer.model], table, job.spec.blocks, settings.no_decay)
     decayed = sum(item.decays for item in whole)
     decay = f"weight decay {settings.weight_decay:g} on {decayed} tensors"
-    return f"{name}, {decay}, none on {len(whole) - decayed}"
+    return f"{optimizer_title(job.config)}, {decay}, none on {len(whole) - decayed}"
 
 
 def _describe_memory(trainer: Trainer) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
-from titanlite.observe.metrics import Values
+from titanlite.observe.sinks import Values
 from titanlite.optim import build_optimizer
 from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry import Role

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,6 @@ from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ as a run."""
 INDUCTOR_MODULE = "torch._inductor.compile_fx"
 """Preloaded if rows compile: torch.compile imports it in every new rank, which takes seconds."""
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _FORK_SERVERS: dict[frozenset[str], ForkServer] = {}
 
 
@@ -158,13 +158,10 @@ class Pool:
         return file.read_text()
 
     def _start(self) -> None:
-        # Once a preloaded module has asked the driver for devices, a fork can't use it.
-        method = "spawn"
-        hidden = {}
-        if self.device != "cuda":
-            method = "forkserver"
-            # Compiling queries all GPUs that it sees, and fails in a fork.
-            hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        method = "forkserver"
+        if self.device == "cuda":
+            # Once a preloaded module has asked the driver for devices, a fork can't use it.
+            method = "spawn"
         context: Any = get_context(method)
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -181,12 +178,11 @@ class Pool:
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
             )
-            start = fork_server(self._preload).connect_to_new_process
-            with (
-                patch.dict(os.environ, hidden),
-                patch.object(forkserver, "connect_to_new_process", start),
-            ):
+            if self.device == "cuda":
                 process.start()
+            else:
+                with _forking(fork_server(self._preload)):
+                    process.start()
             rank_connection.close()
             self._processes.append(process)
             self._connections.append(connection)
@@ -214,6 +210,24 @@ def fork_server(preload: Sequence[str]) -> ForkServer:
     server = _FORK_SERVERS[frozenset(preload)] = ForkServer()
     server.set_forkserver_preload([*preload])
     return server
+
+
+@contextmanager
+def _forking(server: ForkServer) -> Iterator[None]:
+    """Let multiprocessing start processes by this fork server, which sees no GPUs: compiling asks
+    for all that it sees, and fails in a fork.
+    """
+    usual = forkserver.connect_to_new_process
+    shown = os.environ.get(_GPUS)
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    os.environ[_GPUS] = ""
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
+        del os.environ[_GPUS]
+        if shown is not None:
+            os.environ[_GPUS] = shown
 
 
 def _serve(

@@ -17,7 +17,6 @@ from titanlite.checkpoint.hf.export import export
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
-from titanlite.models.common.moe import Router, RouterContext
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model, persistent_buffers
@@ -49,7 +48,7 @@ def measure_reference(
     if kind == "imported":
         _write_hf(Path(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
-        router.context = RouterContext(sequences=SAMPLES)
+        router.context = replace(router.context, sequences=SAMPLES)
     step = 0
     max_norm = 0.0
     for name, steps in steps_of.items():
@@ -85,21 +84,21 @@ def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) 
     """Let the routers sum their choices over all documents of a sequence, since their loss is that
     of the whole sequence.
     """
-    counts = {router: list[torch.Tensor]() for router in routers(model).values()}
 
-    def keep(router: Router, own: torch.Tensor) -> torch.Tensor:
-        counts[router].append(own)
+    def keep(counts: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        counts.append(own)
         return own
 
-    def total(router: Router, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(counts[router]).sum(0)
+    def total(counts: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(counts).sum(0)
 
-    for router in counts:
-        router.context = replace(router.context, sum_over_sequence=partial(keep, router))
+    counted = {router: list[torch.Tensor]() for router in routers(model).values()}
+    for router, counts in counted.items():
+        router.context = replace(router.context, sum_over_sequence=partial(keep, counts))
     for document in documents:
         model(document)
-    for router in counts:
-        router.context = replace(router.context, sum_over_sequence=partial(total, router))
+    for router, counts in counted.items():
+        router.context = replace(router.context, sum_over_sequence=partial(total, counts))
         router.counts.zero_()
         router.auxiliary.zero_()
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, zip_longest
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,8 +61,12 @@ class StepRecord:
             return send(group, tensors, receiver, tag)
 
         recorder = recorded(self.gathered, self.reduced) if self.sharded else nullcontext()
-        with patch.object(dist.ProcessGroup, "send", send_and_count), recorder:
-            yield
+        dist.ProcessGroup.send = send_and_count  # type: ignore[bad-assignment]
+        try:
+            with recorder:
+                yield
+        finally:
+            dist.ProcessGroup.send = send
 
     def differences(
         self, parts: Sequence[nn.Module], model: ModelRunner
