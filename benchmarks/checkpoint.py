@@ -53,7 +53,6 @@ from tests.jobs import TINY, trainer  # noqa: E402
 from titanlite.checkpoint import load  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
 from titanlite.checkpoint.saver import PendingSave, Saver  # noqa: E402
-from titanlite.runtime import store  # noqa: E402
 from titanlite.runtime.bucket import place  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
@@ -141,10 +140,13 @@ def _turn() -> Iterator[None]:
 
 def steps_beside_an_upload(rounds: int, root: str) -> None:
     """Print the seconds of uploads, and the ratios of steps in a round."""
+    from titanlite.runtime.bucket import copy
+    from titanlite.runtime.store import LocalPath
+
     step = timed_step()
-    ways: dict[str, Callable[[Path, Any], object]] = {"copy": store.copy, "put": _put}
+    ways: dict[str, Callable[[Any, Any], object]] = {"copy": copy, "put": _put}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file = Path(folder, "rank-0.safetensors")
+        file = LocalPath(folder, "rank-0.safetensors")
         file.write_bytes(os.urandom(512 << 20))
         step()
         seconds: dict[str, list[float]] = defaultdict(list)

@@ -26,6 +26,7 @@ from titanlite.data import prepare as module  # noqa: E402
 from titanlite.data.documents import standard_library  # noqa: E402
 from titanlite.data.tokenizer import load_tokenizer  # noqa: E402
 from titanlite.runtime.cluster import cores  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 
         def run_prepare(workers: int) -> None:
             shutil.rmtree(assets / "out", ignore_errors=True)
-            module.prepare({"stdlib": documents}, str(assets), assets / "out", workers)
+            module.prepare({"stdlib": documents}, str(assets), LocalPath(assets, "out"), workers)
 
         cases: dict[str, Callable[[], None]] = {
             "tokenizer in a plain loop": plain_loop,

@@ -35,6 +35,7 @@ from titanlite.fault.decide import Decider, Restarts  # noqa: E402
 from titanlite.fault.inspection import POLL_SECONDS  # noqa: E402
 from titanlite.fault.status import Beat, Status, dump  # noqa: E402
 from titanlite.optim.muon import Spread, _plan  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 
 RANKS = (64, 512, 4096, 16_384, 98_304)
 A_NODE = 8
@@ -128,7 +129,7 @@ def checkpoint(ranks: int) -> dict[str, float]:
         (folder / MANIFEST).write_bytes(manifest.render())
 
     with TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = LocalPath(name)
         return {
             "checkpoint: rank 0 makes the manifest, 405B, s": processor_seconds(make),
             "checkpoint: the manifest, bytes": (folder / MANIFEST).stat().st_size,

@@ -62,7 +62,7 @@ TECHNIQUES = {
     "tensor_parallel.apply": "Tensor and sequence parallel",
     "expert_parallel.apply": "Expert parallel: the split",
     "context_parallel.apply": "Context parallel",
-    "replicated.apply": "Replicated parameters",
+    "cast.apply": "Mixed precision of the rest",
     "recompute.apply": "Activation checkpointing",
     "expert_parallel.dispatch": "Expert parallel: the exchange",
     "compile.apply": "torch.compile of each block",

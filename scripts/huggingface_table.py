@@ -31,6 +31,7 @@ from tests.jobs import full, started  # noqa: E402
 from titanlite.config.job import Job, job_from  # noqa: E402
 from titanlite.config.load import parse_command_line  # noqa: E402
 from titanlite.errors import UserError  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
 SETTINGS = """
@@ -105,7 +106,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     model.load_state_dict(weights, strict=False)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "hf")
+        target = LocalPath(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
         export(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(

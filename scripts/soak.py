@@ -37,6 +37,7 @@ from tests.runs import descendants, left_over, records, start  # noqa: E402
 from titanlite.checkpoint.load import load_tensors  # noqa: E402
 from titanlite.checkpoint.manifest import committed, step_folder  # noqa: E402
 from titanlite.errors import FAILED, OK, STOPPED  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 
 RANKS, INTERVAL, STALL = 4, 10, 5
 PHASES = ("start", "load", "data", "forward", "backward", "optimizer", "validation", "save")
@@ -116,7 +117,7 @@ def fault_after(step: int, kind: str, phase: str, rank: int, chance: random.Rand
 class Soak:
     """A run through many starts, in one folder."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: LocalPath, seed: int) -> None:
         self.folder, self.chance = folder, random.Random(seed)
         self.met, self.lost = Counter[str](), list[str]()
         self.root = folder / "checkpoint"
@@ -211,7 +212,7 @@ class Soak:
         )
 
     def flip_a_byte(self) -> None:
-        newest = step_folder(self.root, self.newest())
+        newest = step_folder(self.root, self.newest()).local()
         path = self.chance.choice(sorted(newest.glob("rank-*")))
         with path.open("r+b") as file:
             file.seek(self.chance.randrange(path.stat().st_size))
@@ -265,7 +266,7 @@ def _reached(step: int, out: Path) -> bool:
     )
 
 
-def matrix(folder: Path, kinds: Iterable[str], phases: Iterable[str]) -> int:
+def matrix(folder: LocalPath, kinds: Iterable[str], phases: Iterable[str]) -> int:
     """Meet every fault in every phase once, on a rank that restarts by itself; print a table."""
     straight, failures = Soak(folder / "straight", 0), 0
     straight.run([], 4 * INTERVAL)
@@ -316,11 +317,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through what stops the run and unmounts
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if arguments.matrix:
-            failures = matrix(Path(folder), arguments.kinds, arguments.phases)
+            failures = matrix(LocalPath(folder), arguments.kinds, arguments.phases)
             print(f"{len(arguments.kinds) * len(arguments.phases)} faults, {failures} lost")
             return int(failures > 0)
         soak, until = (
-            Soak(Path(folder, "run"), arguments.seed),
+            Soak(LocalPath(folder, "run"), arguments.seed),
             time.monotonic() + 60 * arguments.minutes,
         )
         try:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere  # noqa: E402
-from tests.failpoints import FAILPOINTS, IN_A_BUCKET  # noqa: E402
+from tests.failpoints import FAILPOINTS  # noqa: E402
 from tests.faults.rounds import (  # noqa: E402
     RANKS,
     Bucket,
@@ -40,6 +40,7 @@ from tests.faults.rounds import (  # noqa: E402
     slow_save,
 )
 from tests.stores.server import moto, using  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
 
@@ -60,15 +61,18 @@ def main() -> int:
 
 def _soak(arguments: argparse.Namespace, bucket: Bucket) -> int:
     one_round = arguments.round is not None
-    points = IN_A_BUCKET if bucket.url else FAILPOINTS
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         numbers = [arguments.round] if one_round else range(arguments.rounds)
-        failures, soak = _rounds(Path(folder), list(numbers), arguments.seed, bucket)
+        failures, soak = _rounds(LocalPath(folder), list(numbers), arguments.seed, bucket)
         if not one_round and not bucket.url:
-            failures += _slow_disk(Path(folder)) + _memory(Path(folder)) + _layouts(Path(folder))
+            failures += (
+                _slow_disk(LocalPath(folder))
+                + _memory(LocalPath(folder))
+                + _layouts(LocalPath(folder))
+            )
     for failure in failures:
         print(failure)
-    fewest = min(soak.hits[point] for point in points)
+    fewest = min(soak.hits[point] for point in FAILPOINTS)
     hits = f"every failpoint hit at least {5 if fewest >= 5 else fewest} times"
     print(
         f"{len(numbers)} rounds, {soak.inside} kills inside a save, {hits}, "
@@ -79,7 +83,9 @@ def _soak(arguments: argparse.Namespace, bucket: Bucket) -> int:
     return int(bool(failures) or not enough)
 
 
-def _rounds(folder: Path, numbers: list[int], seed: int, bucket: Bucket) -> tuple[list[str], Soak]:
+def _rounds(
+    folder: LocalPath, numbers: list[int], seed: int, bucket: Bucket
+) -> tuple[list[str], Soak]:
     soak = Soak(folder / "run", bucket=bucket)
     watcher = Watcher(soak.root)
     (folder / "run").mkdir()
@@ -108,7 +114,7 @@ def _rounds(folder: Path, numbers: list[int], seed: int, bucket: Bucket) -> tupl
     return failures + ["the watcher saw no verified checkpoint"] * (watcher.missed > 0), soak
 
 
-def _slow_disk(folder: Path) -> list[str]:
+def _slow_disk(folder: LocalPath) -> list[str]:
     pool = Pool(RANKS, preload=["titanlite.train.trainer"])
     results = pool.run(slow_save, 60.0, 20.0, str(folder / "slow"), timeout=300)
     pool.close()
@@ -124,7 +130,7 @@ def _slow_disk(folder: Path) -> list[str]:
     )
 
 
-def _memory(folder: Path) -> list[str]:
+def _memory(folder: LocalPath) -> list[str]:
     pool = Pool(4, preload=["titanlite.train.trainer"])
     ranks = pool.run(memory_of_saves, 50, str(folder / "memory"), timeout=900)
     pool.close()
@@ -142,7 +148,7 @@ def _memory(folder: Path) -> list[str]:
     )
 
 
-def _layouts(folder: Path) -> list[str]:
+def _layouts(folder: LocalPath) -> list[str]:
     pool = Pool(8, preload=["titanlite.train.trainer"])
     wrong = save_and_load_everywhere(pool, folder / "layouts", LAYOUTS)
     pool.close()

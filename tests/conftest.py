@@ -35,6 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests import runs  # noqa: E402
 from tests.spent import processor_seconds  # noqa: E402
 from tests.worker import PRELOAD, fork_workers  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -55,6 +56,14 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(4, PRELOAD)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory(tmp_path_factory: Any) -> Any:
+    """Makes folders, also those of tmp_path, that checkpoints can be written into."""
+    mktemp = tmp_path_factory.mktemp
+    tmp_path_factory.mktemp = lambda *args, **options: LocalPath(mktemp(*args, **options))
+    return tmp_path_factory
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
 """State saved on one layout and loaded on another: all of it, bit for bit."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.checkpoint.saved import digests, everyone, joined, run_until
 from tests.jobs import TINY, trainer
 from titanlite.checkpoint.load import at_path, restore
+from titanlite.runtime.store import LocalPath
 from titanlite.verify.pool import Pool
 
 _TP2, _HSDP = (
@@ -30,13 +30,18 @@ def load_all(argv: list[str], folder: str, sources: dict[str, str]) -> dict[str,
     run = trainer(argv, folder)
     found = {}
     for name, path in sources.items():
-        restore(at_path(Path(path), True, everyone(), weights_only=False), run.state, everyone())
+        restore(
+            at_path(LocalPath(path), True, everyone(), weights_only=False), run.state, everyone()
+        )
         found[name] = digests(run)
     return found
 
 
 def save_and_load_everywhere(
-    pool: Pool, folder: Path, layouts: dict[str, tuple[int, list[str]]], model: Sequence[str] = WIDE
+    pool: Pool,
+    folder: LocalPath,
+    layouts: dict[str, tuple[int, list[str]]],
+    model: Sequence[str] = WIDE,
 ) -> list[str]:
     """Save on each layout and load on all; return the pairs whose state differs."""
     saved, sources = {}, {}

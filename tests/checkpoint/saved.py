@@ -4,7 +4,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from multiprocessing import active_children, current_process
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from tests.jobs import TINY, full, trainer, weights
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.plan import Planner, nested
 from titanlite.errors import UserError
+from titanlite.runtime.store import LocalPath
 from titanlite.train.trainer import Trainer
 
 SAVING = [
@@ -110,12 +110,12 @@ def rank() -> int:
     return dist.get_rank()
 
 
-def steps_in(folder: Path) -> list[str]:
+def steps_in(folder: LocalPath) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())
 
 
 def commit_tensors(
-    root: Path,
+    root: LocalPath,
     tensors: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None = None,
     planner: Planner | None = None,

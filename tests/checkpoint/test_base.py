@@ -1,7 +1,6 @@
 """Checkpoints of adapters: the base is named, read from its own place and compared."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from titanlite import cli
 from titanlite.checkpoint.base import fingerprint
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.registry.lora import is_adapter
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.load import find_checkpoint, load
 from titanlite.verify.pool import RankFailed
 
@@ -22,7 +22,7 @@ TUNED += ["--training.global_batch_size=4", "--training.local_batch_size=2"]
 
 
 @pytest.fixture
-def tuned(train, tmp_path) -> Path:
+def tuned(train, tmp_path) -> LocalPath:
     """The folder of a run of adapters, next to that of its base."""
     train(SAVED, tmp_path / "base")
     argv = [*TUNED, f"--checkpoint.initial_load_path={tmp_path}/base/checkpoint"]
@@ -120,5 +120,5 @@ def test_a_fingerprint_is_of_every_byte_of_a_folders_weights_and_is_kept_by_a_co
     assert fingerprint(tmp_path / "copy", None) != alone
 
 
-def fingerprint_of_all(folder: Path) -> str:
+def fingerprint_of_all(folder: LocalPath) -> str:
     return fingerprint(folder, torch.distributed.group.WORLD)

@@ -9,7 +9,6 @@ import shutil
 import warnings
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +38,7 @@ from titanlite.models.common import RopeScaling
 from titanlite.parallel.build import build_meta_model
 from titanlite.parallel.init import fill, materialize
 from titanlite.registry import normal
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.generate import load_model
 
 SPECS: dict[str, Any] = {"llama3": llama3.SPEC, "gpt2": gpt2.SPEC, "qwen3": qwen3.SPEC}
@@ -75,7 +75,7 @@ def build(flavor: Any) -> torch.nn.Module:
 
 
 def written(
-    flavor: Any, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = 9999
+    flavor: Any, folder: LocalPath, dtype: torch.dtype = torch.float32, file_bytes: int = 9999
 ) -> dict[str, torch.Tensor]:
     """Export random weights and return them."""
     live = {name: p.detach() for name, p in build(flavor).named_parameters()}
@@ -86,27 +86,27 @@ def written(
     return live
 
 
-def opened(folder: Path, flavor: Any) -> HuggingFaceFolder:
+def opened(folder: LocalPath, flavor: Any) -> HuggingFaceFolder:
     return HuggingFaceFolder(folder, spec_of(flavor), flavor)
 
 
-def holds(folder: Path, flavor: Any, expected: dict[str, torch.Tensor]) -> bool:
+def holds(folder: LocalPath, flavor: Any, expected: dict[str, torch.Tensor]) -> bool:
     read = opened(folder, flavor).read
     return all(torch.equal(read(name), tensor) for name, tensor in expected.items())
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder: LocalPath) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def rewrite(folder: LocalPath, tensors: dict[str, torch.Tensor]) -> None:
     """Put other tensors into a folder, in a single file."""
     for path in (*folder.glob("*.safetensors"), folder / files.INDEX):
         path.unlink()
     save_file(tensors, folder / files.SINGLE)
 
 
-def from_transformers(folder: Path) -> Any:
+def from_transformers(folder: LocalPath) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM
@@ -139,7 +139,7 @@ FOREIGN = {
 }
 
 
-def made_by_transformers(case: str, folder: Path, **change: Any) -> Any:
+def made_by_transformers(case: str, folder: LocalPath, **change: Any) -> Any:
     """Save a model with random weights, and return it."""
     import transformers
 
@@ -155,7 +155,7 @@ def made_by_transformers(case: str, folder: Path, **change: Any) -> Any:
     return model
 
 
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def all_tensors(folder: LocalPath) -> dict[str, torch.Tensor]:
     parts = map(load_file, folder.glob("*.safetensors"))
     return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -301,15 +301,15 @@ def test_a_folder_that_is_not_named_as_one_of_hugging_face_is_told_from_a_damage
     says(begun([*TINY, from_hf], tmp_path)["error"], "manifest.json", "--model.flavor hf")
 
 
-def edit(path: Path, **change: Any) -> None:
+def edit(path: LocalPath, **change: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
-def put(file: Path, name: str, tensor: torch.Tensor) -> None:
+def put(file: LocalPath, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(file) | {name: tensor}, file)
 
 
-def place(hf: Path, file: str) -> None:
+def place(hf: LocalPath, file: str) -> None:
     edit(hf / files.INDEX, weight_map={"model.norm.weight": file})
 
 
@@ -435,7 +435,7 @@ IN_HF_TOO = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
 def fails_at_the_end(folder: str) -> str:
     """Return what a run says on this rank whose last export fails."""
 
-    def full_disk(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def full_disk(path: LocalPath, tensors: dict[str, torch.Tensor]) -> None:
         raise OSError(28, "full")
 
     with patch.object(export_module, "write", full_disk), pytest.raises(RunFailed) as error:
@@ -468,7 +468,7 @@ def test_an_export_replaces_an_older_one_only_once_it_is_whole(tmp_path):
     assert not older.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def prepared_shards(root: Path) -> tuple[Path, int]:
+def prepared_shards(root: LocalPath) -> tuple[LocalPath, int]:
     """Return a folder of shards with their own tokenizer, and the number of its ids; the last one
     ends documents.
     """

@@ -9,7 +9,6 @@ import shutil
 import socket
 import zlib
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,11 +36,11 @@ from titanlite.checkpoint.rules import check_model
 from titanlite.cli import main
 from titanlite.errors import RunFailed, UserError
 from titanlite.models import gpt2, llama3
-from titanlite.runtime import store
+from titanlite.runtime.store import LocalPath
 
 
 @pytest.fixture(scope="module")
-def saved(train, tmp_path_factory) -> Path:
+def saved(train, tmp_path_factory) -> LocalPath:
     """A run with step-1, step-2 and step-3."""
     folder = tmp_path_factory.mktemp("saved")
     train(SAVING, folder, ranks=2)
@@ -49,11 +48,11 @@ def saved(train, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "run"))
+def run(saved, tmp_path) -> LocalPath:
+    return LocalPath(shutil.copytree(saved, tmp_path / "run"))
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path: LocalPath, offset: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[offset] ^= 1
     path.write_bytes(raw)
@@ -71,7 +70,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_kind_of_damage_names_the_file(saved, tmp_path, damage):
     for name in os.listdir(saved / "checkpoint/step-3"):
-        copy = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / name))
+        copy = LocalPath(shutil.copytree(saved / "checkpoint/step-3", tmp_path / name))
         DAMAGES[damage](copy / name)
         try:
             manifest = read_manifest(copy)
@@ -121,9 +120,11 @@ def test_verify_on_load_sizes_reads_only_small_files(begun, run):
 
 def sizes_asked(folder: str) -> list[str]:
     """Verify a checkpoint; return the files whose sizes this rank asked for."""
-    with patch.object(store, "size", wraps=store.size) as size:
-        at_path(Path(folder), True, everyone(), weights_only=False)
-    return [call.args[0].name for call in size.call_args_list]
+    step = LocalPath(folder)
+    with patch.object(LocalPath, "stat", autospec=True, side_effect=LocalPath.stat) as stat:
+        at_path(step, True, everyone(), weights_only=False)
+    asked = (call.args[0].name for call in stat.call_args_list)
+    return [name for name in asked if name in read_manifest(step).files]
 
 
 def test_the_size_of_a_file_is_asked_by_one_rank(pool, saved):
@@ -134,7 +135,7 @@ def test_the_size_of_a_file_is_asked_by_one_rank(pool, saved):
 
 
 def test_an_outline_is_the_manifest_without_tensors_and_no_damage_escapes_either(saved, tmp_path):
-    copy = Path(shutil.copytree(saved / "checkpoint/step-3", tmp_path / "step-3"))
+    copy = LocalPath(shutil.copytree(saved / "checkpoint/step-3", tmp_path / "step-3"))
     assert read_manifest(copy, outline=True) == replace(read_manifest(copy), tensors={})
     raw = (copy / MANIFEST).read_bytes()
     for offset in {*range(0, len(raw), 97), *range(30), *range(len(raw) - 30, len(raw))}:
@@ -222,7 +223,7 @@ def refused(
     """Return what a strict load says, and whether the live weights are unchanged."""
     run = trainer(argv, folder)
     before = weights(run)
-    resume = replace(at_path(Path(path), True, everyone(), weights_only=only), exclude=exclude)
+    resume = replace(at_path(LocalPath(path), True, everyone(), weights_only=only), exclude=exclude)
     message = "loaded"
     try:
         restore(resume, run.state, everyone())
@@ -311,7 +312,7 @@ def test_a_run_neither_starts_from_nor_resumes_weights_of_another_model(begun, r
     says(begun([*SAVING, exclude("model.overrides.rope_teta")], run)["error"], "rope_teta")
 
 
-def plant(folder: Path, name: str, content: bytes) -> None:
+def plant(folder: LocalPath, name: str, content: bytes) -> None:
     """Replace a file and its checksums, as an attacker could."""
     (folder / name).write_bytes(content)
     manifest = read_manifest(folder)
@@ -343,7 +344,7 @@ def test_a_manifest_of_a_newer_format_is_refused_by_name(begun, run, capsys):
 def broken(argv: list[str], folder: str, path: str) -> str:
     """Load with a disk that fails on rank 1; return the error of this rank."""
     run = trainer(argv, folder)
-    resume = at_path(Path(path), True, everyone(), weights_only=False)
+    resume = at_path(LocalPath(path), True, everyone(), weights_only=False)
 
     def fail(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -360,7 +361,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all_ranks_with_its_name(pool, sav
         says(message, folder, "on rank 1", "[Errno 5]")
 
 
-PAGE = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+PAGE = (LocalPath(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
 EXAMPLES = [each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "dcp." in each]
 
 
@@ -377,7 +378,7 @@ def test_the_examples_load_a_step_by_dcp_on_other_ranks_and_by_torch_alone(
     saved, pool, tmp_path, monkeypatch
 ):
     folder = f"{saved}/checkpoint/step-3"
-    expected = load_tensors(Path(folder))
+    expected = load_tensors(LocalPath(folder))
     for found in [*pool.run(ran, 0, folder, world=3), ran(1, folder)]:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -5,7 +5,6 @@ ranks.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from titanlite.checkpoint.places import (
     spread,
     written_by,
 )
+from titanlite.runtime.store import LocalPath
 
 MESHES = [
     Split(("a",), (3,), (1,), 0),
@@ -136,14 +136,14 @@ def on_every_mesh(folder: str) -> list[str]:
     if rank() >= 2:  # a tensor that only later ranks have, as those of later stages
         live["model.late"] = torch.ones(3)
     whole["model.late"] = torch.ones(3)
-    commit_tensors(Path(folder), live, everyone())
-    found = load_tensors(Path(folder) / "step-1")
+    commit_tensors(LocalPath(folder), live, everyone())
+    found = load_tensors(LocalPath(folder) / "step-1")
     assert found.keys() == whole.keys()
     return [name for name in whole if not torch.equal(found[name], whole[name])]
 
 
 @pytest.fixture(scope="module")
-def mixed(pool, tmp_path_factory) -> tuple[Path, list[list[str]]]:
+def mixed(pool, tmp_path_factory) -> tuple[LocalPath, list[list[str]]]:
     """The checkpoint of `on_every_mesh`, and what each rank returned."""
     folder = tmp_path_factory.mktemp("mixed")
     return folder / "step-1", pool.run(on_every_mesh, str(folder))

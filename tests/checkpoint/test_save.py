@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -26,8 +25,7 @@ from tests.jobs import TINY, full, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.runs import records
-from titanlite.checkpoint import cleanup, commit, layouts, manifest, shared
-from titanlite.checkpoint.cleanup import SEEN_BY_ALL
+from titanlite.checkpoint import commit, layouts, manifest, shared
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
     MANIFEST,
@@ -40,17 +38,19 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.places import Split, StoredTensor
 from titanlite.checkpoint.plan import Planner, flat
+from titanlite.checkpoint.shared import SEEN_BY_ALL
 from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
-from titanlite.runtime import lock, store
+from titanlite.runtime import lock
+from titanlite.runtime.store import LocalPath
 from titanlite.train.trainer import Trainer
 
 
 def in_step(folder: str, step: int, expected: Mapping[str, torch.Tensor]) -> bool:
     """Whether a checkpoint holds exactly these tensors."""
-    found = load_tensors(Path(folder) / f"checkpoint/step-{step}")
+    found = load_tensors(LocalPath(folder) / f"checkpoint/step-{step}")
     same = all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     return same and found.keys() == expected.keys()
 
@@ -297,13 +297,13 @@ def test_a_checkpoint_records_its_tensors_and_costs(train, tmp_path):
 def with_slow_writes(argv: list[str], folder: str) -> list[str]:
     """Train with saves of more than a second; return the log."""
     log, lines = keeping_log()
-    run, publish = trainer(argv, folder, log), store.publish
+    run, publish = trainer(argv, folder, log), LocalPath.publish
 
     def publish_late(*args: Any) -> None:
         time.sleep(1.1)
         publish(*args)
 
-    with patch.object(store, "publish", publish_late):
+    with patch.object(LocalPath, "publish", publish_late):
         run.train()
     return lines
 
@@ -332,7 +332,7 @@ def minutes(folder: str) -> list[str]:
     run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
     run.saver._last_save -= 61 if rank() == 0 else -1000  # only the clock of rank 0 counts
     run.train()
-    return steps_in(Path(folder))
+    return steps_in(LocalPath(folder))
 
 
 def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
@@ -349,7 +349,7 @@ def by_cost(folder: str) -> tuple[list[str], list[str], list[float]]:
     for waited, took in ((2.0, 3.0), (2.2, 3.0), (2.0, 900.0)):
         run.saver._set_interval(waited, took)
         seconds.append(run.saver._auto_seconds)
-    return steps_in(Path(folder)), log, seconds
+    return steps_in(LocalPath(folder)), log, seconds
 
 
 def test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failures(pool, tmp_path):
@@ -359,7 +359,7 @@ def test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failu
     says(log, "10 hours", "fault.mtbf_hours")
 
 
-def empty(root: Path, *steps: int, weights_only: bool = False, **more: Any) -> None:
+def empty(root: LocalPath, *steps: int, weights_only: bool = False, **more: Any) -> None:
     content: Any = {"tensors": {}, **more}
     for step in steps:
         step_folder(root, step).mkdir()
@@ -376,7 +376,7 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert steps_to_delete(tmp_path, 2, 0, set()) == [10, 20]
     assert steps_to_delete(tmp_path, 2, 20, set()) == [10]
     assert steps_to_delete(tmp_path, 0, 0, set()) == []
-    cleanup.delete(tmp_path / "step-10")
+    (tmp_path / "step-10").withdraw(MANIFEST)
     assert not (tmp_path / "step-10").exists() and is_complete(tmp_path / "step-20")
     empty(tmp_path, 35, 60, weights_only=True)  # they replace none that can be resumed
     assert steps_to_delete(tmp_path, 1, 0, set()) == [20, 30]
@@ -390,7 +390,7 @@ def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_
     known, looked, parsed = set[int](), list[str](), list[int]()
     looks, loads = manifest.faults, json.loads
 
-    def looking(folder: Path, *args, **options):
+    def looking(folder: LocalPath, *args, **options):
         looked.append(folder.name)
         return looks(folder, *args, **options)
 
@@ -399,7 +399,7 @@ def test_retention_parses_no_entry_of_a_tensor_and_looks_once_at_the_files_of_a_
     for steps, old in (((10, 20, 30), [10]), ((40,), [20])):
         empty(tmp_path, *steps, tensors=tensors)
         assert steps_to_delete(tmp_path, 2, 0, known) == old
-        cleanup.delete(step_folder(tmp_path, old[0]))
+        step_folder(tmp_path, old[0]).withdraw(MANIFEST)
     assert looked == ["step-10", "step-20", "step-30", "step-40"]
     assert latest_complete(tmp_path) == 40
     assert len(parsed) == 5 and max(parsed) < 200
@@ -412,7 +412,7 @@ def test_only_leftovers_are_cleared(tmp_path):
     for name in [*left.split(), *foreign.split(), mine]:
         (tmp_path / name).mkdir()
     (tmp_path / probe).touch()
-    assert cleanup.clear_leftovers(tmp_path) == sorted([*left.split(), probe])
+    assert shared.clear_leftovers(tmp_path) == sorted([*left.split(), probe])
     assert sorted(os.listdir(tmp_path)) == sorted([*foreign.split(), mine])
 
 
@@ -420,7 +420,7 @@ def leftovers(has_locks: bool, folder: str) -> list[str]:
     """Start on a file system with or without locks where a save is or was in progress; return what
     is still there.
     """
-    (Path(folder) / "checkpoint/.step-9.0123abcd.staging").mkdir(parents=True, exist_ok=True)
+    (LocalPath(folder) / "checkpoint/.step-9.0123abcd.staging").mkdir(parents=True, exist_ok=True)
     with patch.object(lock, "works_on", lambda path: has_locks):
         trainer(SAVING, folder)
     return os.listdir(f"{folder}/checkpoint")
@@ -435,11 +435,11 @@ def with_slow_deletions(folder: str) -> list[list[int]]:
     """Train; return what was still to be deleted when each save ended on this rank."""
     keep = ["--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3"]
     run = trainer([*SAVING, "--training.steps=7", *keep], folder)
-    left, delete, write = [], cleanup.delete, run.saver._write
+    left, withdraw, write = [], LocalPath.withdraw, run.saver._write
 
-    def slow(folder: Path) -> None:
+    def slow(*args: Any) -> None:
         time.sleep(0.03)
-        delete(folder)
+        withdraw(*args)
 
     def write_and_note(*args) -> Any:
         done = write(*args)
@@ -447,7 +447,7 @@ def with_slow_deletions(folder: str) -> list[list[int]]:
         return done
 
     run.saver._write = write_and_note  # type: ignore[method-assign]
-    with patch.object(cleanup, "delete", slow):
+    with patch.object(LocalPath, "withdraw", slow):
         run.train()
     return left
 
@@ -496,7 +496,7 @@ def heard(folder: str) -> tuple[int, list[int]]:
     with (
         patch.object(layouts, "gather_objects", note),
         patch.object(commit, "gather_objects", note),
-        patch.object(store, "list_folder", wraps=store.list_folder) as listing,
+        patch.object(LocalPath, "entries", autospec=True, side_effect=LocalPath.entries) as listing,
     ):
         trainer([*SAVING, "--training.steps=2"], folder).train()
     listed = (call.args[0].name for call in listing.call_args_list)
@@ -543,7 +543,6 @@ TENSORS = {"model.a": torch.arange(1000.0), "model.b": torch.ones(3, 4)}
 @pytest.mark.parametrize(
     ("point", "file", "size", "named"),
     [
-        ("file written", "rank-0.safetensors", 40, ["4,048 bytes", "planned"]),
         ("tensors stored", "rank-0.safetensors", 40, ["rank-0.safetensors", "40 bytes"]),
         ("after the manifest", "state.json", 1, ["state.json", "1 bytes"]),
     ],
@@ -604,11 +603,11 @@ def test_every_file_and_folder_is_on_the_disk_before_a_name_says_so(tmp_path, mo
     with calling(events.append):
         commit_tensors(tmp_path, TENSORS)
     renamed = events.index("before the rename")
-    *files, staging = events[events.index("file written") + 1 : renamed]
-    written = {f"{staging}/{path.name}" for path in (tmp_path / "step-1").iterdir()}
-    assert {event for event in files if event.startswith("/")} == written and ".step-1." in staging
-    assert events[renamed:] == [
-        *("before the rename", f"{tmp_path}", "after the rename"),
+    synced = {os.path.basename(each).lstrip(".").removesuffix(".new") for each in events[:renamed]}
+    assert {path.name for path in (tmp_path / "step-1").iterdir()} <= synced
+    staging = events[renamed + 1]
+    assert ".step-1." in staging and events[renamed:] == [
+        *("before the rename", staging, f"{tmp_path}", "after the rename"),
         *("before latest", f"{tmp_path}/.latest.new", f"{tmp_path}", "after latest"),
     ]
     assert torch.equal(load_tensors(tmp_path / "step-1")["model.a"], TENSORS["model.a"])

@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.root import newest_of
 from titanlite.checkpoint.torchtitan.read import Reader, TorchTitanCheckpoint
 from titanlite.errors import UserError
+from titanlite.runtime.store import LocalPath
 from titanlite.train.summary import describe_start
 
 SHARDS = "__0_0.distcp"
@@ -33,7 +33,7 @@ FLAVOR = job(MOE, 1)
 
 
 @pytest.fixture(scope="module")
-def step(train, tmp_path_factory) -> Path:
+def step(train, tmp_path_factory) -> LocalPath:
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("ours")
     train([*MOE, *SAVES.split()], folder, ranks=2)
@@ -41,7 +41,7 @@ def step(train, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(step, tmp_path_factory) -> Path:
+def theirs(step, tmp_path_factory) -> LocalPath:
     """The same, as TorchTitan has it."""
     folder = tmp_path_factory.mktemp("theirs") / "checkpoint/step-2"
     folder.parent.mkdir()
@@ -51,11 +51,11 @@ def theirs(step, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copied(theirs, tmp_path) -> Path:
-    return Path(shutil.copytree(theirs, tmp_path / "step-2"))
+def copied(theirs, tmp_path) -> LocalPath:
+    return LocalPath(shutil.copytree(theirs, tmp_path / "step-2"))
 
 
-def write(folder: Path, **state: Any) -> Path:
+def write(folder: LocalPath, **state: Any) -> LocalPath:
     """Write a state with torch's DCP."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,8 +63,8 @@ def write(folder: Path, **state: Any) -> Path:
     return folder
 
 
-def opened(folder: Path) -> TorchTitanCheckpoint:
-    return TorchTitanCheckpoint(folder, FLAVOR.spec, FLAVOR.model_config)
+def opened(folder: LocalPath) -> TorchTitanCheckpoint:
+    return TorchTitanCheckpoint(LocalPath(folder), FLAVOR.spec, FLAVOR.model_config)
 
 
 def begin(argv: list[str], path: str, folder: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs, tmp
     assert torch.equal(found[query], halves.reshape(16, 16))
     alone = str(tmp_path / "alone")
     assert cli.main(["checkpoint", "export", f"{step}", alone, "--format", "dcp"]) == 0
-    kept = Reader(Path(alone)).metadata.state_dict_metadata.keys()
+    kept = Reader(LocalPath(alone)).metadata.state_dict_metadata.keys()
     assert kept == {key for key, entry in entries.items() if hasattr(entry, "size")}
     assert torch.equal(found[gate], ours["model.layers.1.moe.router.weight"])
     assert not found[bias].any()
@@ -132,29 +132,29 @@ def test_a_pickle_of_others_is_refused_by_name_and_never_run(copied, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def shorten(folder: Path) -> None:
+def shorten(folder: LocalPath) -> None:
     with (folder / SHARDS).open("r+b") as file:
         file.truncate(1000)
 
 
-def lengthen(folder: Path) -> None:
+def lengthen(folder: LocalPath) -> None:
     with (folder / SHARDS).open("ab") as file:
         file.write(b"more")
 
 
-def lose(folder: Path) -> None:
+def lose(folder: LocalPath) -> None:
     (folder / SHARDS).unlink()
 
 
-def cut(folder: Path) -> None:
+def cut(folder: LocalPath) -> None:
     (folder / DCP_METADATA).write_bytes((folder / DCP_METADATA).read_bytes()[:999])
 
 
-def quantize(folder: Path) -> None:
+def quantize(folder: LocalPath) -> None:
     write(folder, **{"norm.weight": torch.zeros(4).to(torch.float8_e4m3fn)})
 
 
-def bias(folder: Path) -> None:
+def bias(folder: LocalPath) -> None:
     write(folder, **{"layers.0.moe.expert_bias": torch.ones(4)})
 
 
@@ -186,7 +186,7 @@ def test_a_start_from_a_damaged_one_ends_with_exit_code_2_before_a_worker_starts
 
 
 def test_a_step_that_was_being_written_is_passed_over_or_named(theirs, tmp_path):
-    torn = Path(shutil.copytree(theirs, tmp_path / "both/step-9"))
+    torn = LocalPath(shutil.copytree(theirs, tmp_path / "both/step-9"))
     shutil.copytree(theirs, tmp_path / "both/step-2")
     (torn / DCP_METADATA).unlink()
     assert newest_of(tmp_path / "both").name == "step-2"
@@ -211,7 +211,7 @@ CHANGES: dict[str, tuple[dict[str, torch.Tensor], list[str]]] = {
 }
 
 
-def attempts(argv: list[str], folder: str, paths: list[Path]) -> list[str]:
+def attempts(argv: list[str], folder: str, paths: list[LocalPath]) -> list[str]:
     """Load the weights of each; return what was said."""
     run, said = trainer(argv, folder), []
     for path, exclude in [*((path, []) for path in paths), (paths[0], ["model.norm.weight"])]:

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,12 @@ from titanlite.data.prepare import prepare, prepare_in_cache
 from titanlite.data.shards import ShardSource
 from titanlite.data.tokenizer import load_tokenizer, open_tokenizer
 from titanlite.launch.preflight import check_machine
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.data import counts_line
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
+def library(tmp_path_factory) -> LocalPath:
     """Text files and JSON lines, with line ends of all kinds."""
     folder = tmp_path_factory.mktemp("library")
     lines = []
@@ -45,7 +45,7 @@ def library(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def assets(tmp_path_factory, library) -> Path:
+def assets(tmp_path_factory, library):
     texts = [path.read_text() for path in sorted(library.glob("*.txt"))]
     return make_assets(tmp_path_factory.mktemp("assets"), texts, 500)
 
@@ -55,12 +55,12 @@ def small_units(monkeypatch):
     monkeypatch.setattr(module, "UNIT_BYTES", 1 << 13)
 
 
-def prepared(path: Path, out: Path, assets: object = "", name: str = "x") -> dict:
+def prepared(path: LocalPath, out: LocalPath, assets: object = "", name: str = "x") -> dict:
     """Prepare a file or folder in this process."""
     return prepare({name: text_files(name, str(path))}, str(assets), out, workers=1)
 
 
-def texts_of(path: Path, limit: int) -> list[str]:
+def texts_of(path: LocalPath, limit: int) -> list[str]:
     """Return the documents, or their parts, that are read in pieces of about so many bytes."""
     found = pieces(text_files("x", str(path)), limit)
     root = path if path.is_dir() else path.parent

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,13 @@ from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import ByteTokenizer, byte_files, load_tokenizer, open_tokenizer
 from titanlite.data.windows import training_data, validation_data
 from titanlite.launch.preflight import check_machine
+from titanlite.runtime.store import LocalPath
 
 ARGV = [*TINY, "--model.overrides.vocab_size=600"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(tmp_path_factory) -> LocalPath:
     """Tokenizers code/ and cats/, and a text prepared with each, as bytes, and without a
     manifest.
     """
@@ -39,20 +39,20 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def prepared(root: Path, assets: str, out: Path) -> dict[str, Any]:
+def prepared(root: LocalPath, assets: str, out: LocalPath) -> dict[str, Any]:
     folder = str(root / assets) if assets else ""
     return prepare({"text": text_files("x", str(root / "text"))}, folder, out, 1)
 
 
-def tokens(path: Path, section: str = "training") -> list[str]:
+def tokens(path: LocalPath, section: str = "training") -> list[str]:
     return [f"--{section}.dataset=tokens", f"--{section}.dataset_path={path}"]
 
 
-def assets(path: Path) -> list[str]:
+def assets(path: LocalPath) -> list[str]:
     return [f"--model.hf_assets_path={path}"]
 
 
-def mixture(*paths: Path, kind: str = "tokens") -> list[str]:
+def mixture(*paths: LocalPath, kind: str = "tokens") -> list[str]:
     weight = 1 / len(paths)
     parts = (
         f'{{dataset = "{kind}", dataset_path = "{path}", weight = {weight}}}' for path in paths
@@ -162,7 +162,7 @@ def test_bytes_may_be_fewer_than_the_vocabulary():
     assert opened and opened.vocab_size == 256 and opened.decode([104, 599, 105]) == "h\ufffdi"
 
 
-def without_end_token(folder: Path) -> int:
+def without_end_token(folder: LocalPath) -> int:
     """Write a tokenizer.json that lacks the end token, and return its number of tokens."""
     make_assets(folder, ["the cat sat on the mat"], 300)
     document = json.loads((folder / "tokenizer.json").read_text())

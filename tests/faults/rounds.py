@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,7 +38,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime import distributed
-from titanlite.runtime.bucket import place
+from titanlite.runtime.bucket import Place, place
+from titanlite.runtime.store import LocalPath
 from titanlite.verify.pool import Pool, RankFailed
 
 RANKS, INTERVAL, KEPT = 2, 2, 2
@@ -130,7 +130,7 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
         step = pending.step if pending else max(saves, default=-1)
         in_progress = bool(pending and pending.is_alive())
         death = Death(point, step, in_progress)
-        (Path(folder) / "death.json").write_text(json.dumps(asdict(death)))
+        (LocalPath(folder) / "death.json").write_text(json.dumps(asdict(death)))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def failpoint(name: str) -> None:
@@ -148,7 +148,7 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
     with calling(failpoint if rank() == plan.rank else lambda name: None):
         argv = [*bucket.argv(folder), f"--checkpoint.async_mode={plan.mode}"]
         run = trainer(argv, folder, _log_of(folder))
-        (Path(folder) / f"begun-{rank()}").write_text(str(run.step))
+        (LocalPath(folder) / f"begun-{rank()}").write_text(str(run.step))
         if not plan.point:
             _note_saves(run, saves)
         runs.append(run)
@@ -158,7 +158,7 @@ def train_and_die(plan: Plan, folder: str, bucket: Bucket) -> None:
 def _log_of(folder: str) -> logging.Logger:
     log = logging.getLogger("round")
     log.setLevel(logging.INFO)
-    log.addHandler(logging.FileHandler(Path(folder) / f"log-{rank()}"))
+    log.addHandler(logging.FileHandler(LocalPath(folder) / f"log-{rank()}"))
     return log
 
 
@@ -185,7 +185,7 @@ class Watcher(threading.Thread):
     is right.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Place) -> None:
         super().__init__(daemon=True, name="watcher")
         self.root, self.looks, self.since, self.missed = root, 0, False, 0
         self._ended = threading.Event()
@@ -202,7 +202,7 @@ class Watcher(threading.Thread):
         self.join()
 
 
-def latest_verified(root: Path) -> int | None:
+def latest_verified(root: Place) -> int | None:
     """Return the newest step whose every byte is right; a folder that is deleted meanwhile is
     skipped.
     """
@@ -220,7 +220,7 @@ def latest_verified(root: Path) -> int | None:
 class Soak:
     """A run through rounds."""
 
-    folder: Path
+    folder: LocalPath
     pool: Pool = field(
         default_factory=lambda: Pool(RANKS, preload=["titanlite.train.trainer", "torch._dynamo"])
     )
@@ -230,7 +230,7 @@ class Soak:
     bucket: Bucket = Bucket()
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Place:
         return place(self.bucket.url) if self.bucket.url else self.folder / "checkpoint"
 
     def newest(self) -> int:
@@ -304,7 +304,7 @@ class Soak:
         return problems
 
 
-def _losses(folder: Path) -> list[tuple[int, float]]:
+def _losses(folder: LocalPath) -> list[tuple[int, float]]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
@@ -325,7 +325,7 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
 
 
 def _saves(folder: str) -> list[str]:
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    lines = (LocalPath(folder) / "metrics.jsonl").read_text().splitlines()
     return [line for line in lines if "checkpoint_write_seconds" in line]
 
 
@@ -341,7 +341,7 @@ def memory_of_saves(saves: int, folder: str) -> list[float]:
         record_success(pending)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)  # glibc keeps more freed blocks, by turns, than a save would leak
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(LocalPath("/proc/self/statm").read_text().split()[1])
         sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
     run.saver._record_success = noted  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ import resource
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.lanes import sample
 from tests.messages import says
 from tests.runs import run
 from titanlite.checkpoint.manifest import is_complete, step_folder
+from titanlite.runtime.store import LocalPath
 
 ARGV = [*SAVING, "--checkpoint.interval=2", "--training.steps=8"]
 BALLAST = "ballast"
@@ -38,7 +38,7 @@ def small_disk(tmp_path, request):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def break_disk(how: str, root: Path) -> Callable[[], None]:
+def break_disk(how: str, root: LocalPath) -> Callable[[], None]:
     """Let writing fail from now on; return what repairs it."""
     if how == "full" and rank() == 0:
         with (root / BALLAST).open("wb", buffering=0) as file:
@@ -68,7 +68,7 @@ def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str) -> tuple[st
         if run.saver._pending:
             run.saver._pending.join()
         if run.step == 4:
-            repair = break_disk(how, Path(disk))
+            repair = break_disk(how, LocalPath(disk))
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def test_a_bad_disk_stops_all_ranks_and_the_next_start_resumes(pool, tmp_path, s
     for message, lines in pool.run(on_a_bad_disk, how, disk, ARGV, str(tmp_path), world=2):
         says(message, "save of step 4", "on rank", ERRORS[how], "is step-2")
         assert lines[-1].startswith("step:  5"), "within one logging interval"
-    assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(Path(disk), 2))
+    assert steps_in(tmp_path) == ["step-2"] and is_complete(step_folder(LocalPath(disk), 2))
     for part in pool.run(run_until, ARGV, str(tmp_path), world=2):
         assert (part["begun"], part["step"]) == (2, 8)
     assert steps_in(tmp_path) == [f"step-{step}" for step in (2, 4, 6, 8)]

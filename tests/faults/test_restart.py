@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.runs import descendants, losses, rank_pids, run, start, wait_for
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP, REFUSED, STOPPED
 from titanlite.observe.events import read_events
+from titanlite.runtime.store import LocalPath
 
 SAVING = [
     *TINY,
@@ -81,11 +81,11 @@ SLOW = [
 ]
 
 
-def saved(folder: Path, step: int, launcher: subprocess.Popen) -> None:
+def saved(folder: LocalPath, step: int, launcher: subprocess.Popen) -> None:
     wait_for(folder / f"checkpoint/step-{step}", launcher, 200)
 
 
-def went_on(folder: Path, launcher: subprocess.Popen) -> None:
+def went_on(folder: LocalPath, launcher: subprocess.Popen) -> None:
     """Wait until the second attempt has saved."""
     wait_for(folder / "logs/attempt-1", launcher, 200)
     saved(folder, committed(folder / "checkpoint")[-1] + 6, launcher)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.runs import descendants, finish, left_over, losses, rank_pid, records
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import committed, step_folder
 from titanlite.errors import CUT_SHORT, FAILED, STOPPED
+from titanlite.runtime.store import LocalPath
 
 MANY = 100_000
 ARGV = [
@@ -39,14 +39,14 @@ EARLIER = "--checkpoint.interval=3"
 CTRL_C = 128 + signal.SIGINT
 
 
-def started(folder: Path, *argv: str, steps: int = 5, **environ: str) -> subprocess.Popen:
+def started(folder: LocalPath, *argv: str, steps: int = 5, **environ: str) -> subprocess.Popen:
     """Return the launcher of two ranks that have taken some steps."""
     process = start([*ARGV, *argv], folder, NGPU="2", **environ)
     trained(folder, process, steps)
     return process
 
 
-def stopped(process: subprocess.Popen, folder: Path, *reason: str, code: int = STOPPED) -> int:
+def stopped(process: subprocess.Popen, folder: LocalPath, *reason: str, code: int = STOPPED) -> int:
     """Wait for the end; return the step that the last line names, the newest checkpoint's where
     nothing was lost.
     """
@@ -69,7 +69,7 @@ def signal_all(process: subprocess.Popen) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
-def same_as_undisturbed(pool: Any, folder: Path, step: int, *argv: str) -> None:
+def same_as_undisturbed(pool: Any, folder: LocalPath, step: int, *argv: str) -> None:
     """Resume the folder to a step, and compare with a run that was never stopped: bit for bit."""
     straight = folder.parent / "straight"
     for each in (folder, straight):
@@ -162,7 +162,7 @@ def test_a_signal_before_the_config_is_known_waits_until_it_is(tmp_path):
 
 def blocked(pid: int) -> int:
     """Return the signals that a process holds back, as bits."""
-    (bits,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    (bits,) = re.findall(r"SigBlk:\s*(\w+)", LocalPath(f"/proc/{pid}/status").read_text())
     return int(bits, 16)
 
 

@@ -19,7 +19,6 @@ from tests.tools.conftest import tool  # noqa: F401
 from titanlite.checkpoint.manifest import MANIFEST, committed, faults, read_manifest, step_folder
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
-from titanlite.runtime.store import list_folder
 
 _FOLDERS = count()
 TO = "--training.steps={}".format
@@ -55,7 +54,7 @@ def whole_steps(url: str) -> list[int]:
     root, whole = place(url), []
     for step in committed(root):
         folder = step_folder(root, step)
-        if MANIFEST in list_folder(folder):
+        if MANIFEST in folder.entries():
             manifest = read_manifest(folder)
             assert not faults(folder, manifest, manifest.files)
             whole.append(step)

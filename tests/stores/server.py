@@ -23,7 +23,6 @@ import pytest
 from titanlite.errors import UserError
 from titanlite.runtime import bucket
 from titanlite.runtime.bucket import place
-from titanlite.runtime.store import write
 
 BUCKET = "bucket"
 NOTHING = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
@@ -97,7 +96,7 @@ def seaweedfs(folder: Path) -> Iterator[int]:
         probe: Any = place(f"s3://{BUCKET}/probe")
         for _ in range(300):  # it listens before it stores
             with suppress(UserError):
-                write(probe, b"probe")
+                probe.put(b"probe")
                 break
             time.sleep(0.1)
         yield port

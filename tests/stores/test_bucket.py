@@ -17,8 +17,7 @@ from tests.stores.conftest import CLOUDS
 from tests.stores.server import BUCKET, needs_extra
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.runtime import bucket
-from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, place
-from titanlite.runtime.store import copy, list_folder, read, write
+from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, copy, place
 
 NAMES = re.compile(r"AWS_|GOOGLE_|AZURE_|GCE_")
 
@@ -36,7 +35,7 @@ def test_a_request_that_fails_once_is_sent_again(store, tmp_path, fault, monkeyp
     (tmp_path / "file").write_bytes(content)
     met = store.proxy.fail_once(fault)
     copy(tmp_path / "file", path)
-    assert read(path) == content and list_folder(place(store.url)).keys() == {"file"}
+    assert path.read_bytes() == content and place(store.url).entries().keys() == {"file"}
     assert len(met) >= 3
 
 
@@ -54,7 +53,7 @@ def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
     monkeypatch.setattr(bucket, "_RANGE", 1 << 18)
     path = place(url, patience=1) / "large"
     content = os.urandom(8 << 20)
-    write(path, content)
+    path.put(content)
     proxy.fail("GET", pace=2 << 20)
     assert path.read_bytes() == content
 
@@ -62,10 +61,10 @@ def test_a_download_may_take_longer_than_a_request(url, proxy, monkeypatch):
 def test_a_file_that_changes_while_it_is_read_is_named(url, monkeypatch):
     monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
     path = place(url) / "large"
-    write(path, bytes(3 << 20))
+    path.put(bytes(3 << 20))
     blocks = path.bucket.blocks(path.key)
     next(blocks)
-    write(path, os.urandom(3 << 20))
+    path.put(os.urandom(3 << 20))
     with refused("large", "changed", kind=BucketError):
         next(blocks)
 
@@ -91,11 +90,11 @@ def test_an_upload_keeps_to_the_bounds_of_the_config(proxy, url):
     """Also of one block, such as a large tensor. A part that is not answered is sent again."""
     path, content = bounded(url) / "file", os.urandom(20 << 20)
     proxy.fail("partNumber", rate=20 << 20)
-    write(path, content)
+    path.put(content)
     parts = {path.partition("&")[0] for _, path in proxy.log if "partNumber" in path}
     assert len(parts) == 4 and proxy.most_parts == 2
     tries = proxy.fail("partNumber=2", times=1, hang=99)
-    write(path, content[::-1])
+    path.put(content[::-1])
     assert len(tries) == 2 and path.read_bytes() == content[::-1]
 
 
@@ -104,7 +103,7 @@ def test_a_part_that_is_never_answered_is_named_and_given_up(proxy, url, monkeyp
     path = bounded(url) / "file"
     tries = proxy.fail("partNumber=2", hang=99)
     with refused(path, "part 2", kind=Unreachable):
-        write(path, bytes(20 << 20))
+        path.put(bytes(20 << 20))
     assert 2 <= len(tries) <= 3
 
 
@@ -114,16 +113,16 @@ def test_an_upload_whose_last_answer_is_lost_is_there_and_one_that_is_refused_is
     content = os.urandom(20 << 20)
     last = {"gs": r"POST .*\?uploadId=", "az": "PUT .*comp=blocklist"}[store.name]
     lost = store.proxy.fail(last, times=1, lose=True)
-    write(path, content)
-    assert lost and read(path) == content
+    path.put(content)
+    assert lost and path.read_bytes() == content
     met = store.proxy.fail(last, status=403)
     refuse = store.proxy.rule
     store.proxy.rule = lambda method, path: (  # the first failure is the one that is told
         {"status": 401} if method == "HEAD" and met else refuse(method, path)
     )
     with refused("file", "do not allow", kind=BucketError):
-        write(path, content[::-1])
-    assert read(path) == content
+        path.put(content[::-1])
+    assert path.read_bytes() == content
 
 
 def test_a_forked_process_is_refused_instead_of_hanging(proxy, url, tmp_path):
@@ -132,12 +131,12 @@ def test_a_forked_process_is_refused_instead_of_hanging(proxy, url, tmp_path):
     child = os.fork()
     if not child:
         try:
-            read(place(f"{url}/file"))
+            place(f"{url}/file").read_bytes()
         except RuntimeError as error:
             os._exit(0 if "before a fork" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    assert read(place(f"{url}/file")) == b"content"
+    assert place(f"{url}/file").read_bytes() == b"content"
 
 
 REFUSED = [("s3", 403, "credentials"), ("gs", 401, "credentials"), ("az", 403, "credentials")]

@@ -18,9 +18,7 @@ from titanlite.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from titanlite.checkpoint.owner import ASIDE, Owner
 from titanlite.cli import main
 from titanlite.errors import RunFailed
-from titanlite.runtime import store as files
 from titanlite.runtime.bucket import BucketError, check, place
-from titanlite.runtime.store import list_folder, read
 from titanlite.verify.pool import RankFailed
 
 
@@ -37,7 +35,7 @@ def test_a_run_that_lost_its_disk_goes_on_from_the_bucket_in_the_same_bits(
     state, begun, log = train(6)
     assert begun == 4 and state == straight[1] and whole_steps(url)[-1] == 6
     assert logged(run) == logged(straight[0])
-    assert {"metrics.jsonl", "config.toml", "latest"} <= list_folder(place(url)).keys()
+    assert {"metrics.jsonl", "config.toml", "latest"} <= place(url).entries().keys()
     says(log, f"step 4 from {url}/step-4")
     assert not any((tmp_path / "cache/titanlite/checkpoints").iterdir())
     assert not (run / "checkpoint").exists()
@@ -85,11 +83,11 @@ def test_a_flipped_byte_is_named_and_the_step_before_is_resumed(train, straight,
     train(4)
     root = place(f"{url}/step-4")
     attempt = read_manifest(root).attempt
-    name = next(each for each in list_folder(root / attempt) if each.endswith(".safetensors"))
+    name = next(each for each in (root / attempt).entries() if each.endswith(".safetensors"))
     file = root / attempt / name
-    content = bytearray(read(file))
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    files.write(file, bytes(content))
+    file.put(bytes(content))
     shutil.rmtree(tmp_path / "run")
     state, begun, log = train(6)
     says(log, f"skipping checkpoint: {file}", "(4)")
@@ -139,7 +137,7 @@ def test_a_rewind_sets_later_steps_aside_and_the_new_ones_take_their_names(
     says(log, "4)", "set aside")
     assert begun == 2 and state == straight[1]
     assert [step for step in whole_steps(url) if step > 2] == [6]
-    assert ASIDE in list_folder(place(f"{url}/step-4"))
+    assert ASIDE in place(f"{url}/step-4").entries()
 
 
 @pytest.mark.long
@@ -161,7 +159,7 @@ def test_a_run_commits_nothing_beside_another_that_has_saved_since_it_started(ur
 
     def save(step, run):
         folder = root / f"step-{step}"
-        files.write(folder / MANIFEST, Manifest(step, False, {}, {}, run=run).render())
+        (folder / MANIFEST).put(Manifest(step, False, {}, {}, run=run).render())
 
     save(1, "of before")
     first, second = Owner(root, "a"), Owner(root, "b")
@@ -195,11 +193,11 @@ def test_a_save_that_the_store_refuses_or_never_answers_is_absent_and_its_remain
     proxy.heal()
     for step in (0, 1, 9):
         left = place(f"{url}/step-{step}/0a1b2c3d/rank-0.safetensors")
-        files.write(left, b"begun by a killed run")
+        left.put(b"begun by a killed run")
     state, begun, log = train(6)
     says(log, "step-0, step-1/0a1b2c3d\n")
     assert begun == 2 and state == straight[1]
-    names = list_folder(place(url))
+    names = place(url).entries()
     assert "step-0" not in names
     assert "step-9" in names  # it may be of a run in progress
 
@@ -219,9 +217,9 @@ def test_a_step_whose_manifest_is_stored_stays_whatever_fails_then(train, proxy,
 @pytest.mark.parametrize("store", CLOUDS, indirect=True)
 def test_of_two_runs_that_save_a_step_one_commits(url):
     target = place(url) / "step-1"
-    files.publish(target / "2", target, MANIFEST, b"of the second run")
+    target.publish(target / "2", MANIFEST, b"of the second run")
     with refused(f"{url}/step-1", kind=FileExistsError):
-        files.publish(target / "1", target, MANIFEST, b"of the first run")
+        target.publish(target / "1", MANIFEST, b"of the first run")
 
 
 @pytest.mark.parametrize("store", CLOUDS, indirect=True)
@@ -231,14 +229,14 @@ def test_a_lost_answer_to_a_conditional_write_is_no_other_writer(store):
     store.proxy.rule = lambda method, path: faults.pop() if method == "PUT" and faults else None
     assert path.bucket.put_if_absent(path.key, b"first") and not faults
     assert not path.bucket.put_if_absent(path.key, b"second")
-    assert read(path) == b"first"
+    assert path.read_bytes() == b"first"
 
 
 @pytest.mark.parametrize("store", ["s3", "gs"], indirect=True)  # to azurite each header is signed
 def test_a_store_that_overwrites_is_refused(store):
     url = store.url
     check(url)
-    assert list_folder(place(url)) == {}
+    assert place(url).entries() == {}
     store.proxy.rule = lambda method, path: {"overwrite": True}
     with refused(url, "overwrites", kind=BucketError):
         check(url)

@@ -3,20 +3,20 @@ resumes by itself.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.failpoints import IN_A_BUCKET, ON_EVERY_RANK
+from tests.failpoints import FAILPOINTS, ON_EVERY_RANK
 from tests.faults.rounds import Bucket, Plan, Soak, Watcher, planned
 from tests.stores.server import BUCKET, using
+from titanlite.runtime.store import LocalPath
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def soak(tmp_path_factory: pytest.TempPathFactory, port_of: Callable[[str], int]) -> Iterator[Soak]:
-    folder: Path = tmp_path_factory.mktemp("soak") / "run"
+    folder = LocalPath(tmp_path_factory.mktemp("soak"), "run")
     folder.mkdir()
     with using(port_of("s3")):
         soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port_of("s3")))
@@ -28,9 +28,9 @@ def soak(tmp_path_factory: pytest.TempPathFactory, port_of: Callable[[str], int]
     assert watcher.looks and not watcher.missed
 
 
-@pytest.mark.parametrize("point", IN_A_BUCKET[::4])
+@pytest.mark.parametrize("point", FAILPOINTS[::4])
 def test_after_a_kill_in_a_save_the_newest_committed_step_is_resumed(soak, point):
-    save = 2 if point == IN_A_BUCKET[0] else 1
+    save = 2 if point == FAILPOINTS[0] else 1
     assert soak.round(Plan("async", int(point in ON_EVERY_RANK), point, save, seconds=0)) == ""
 
 

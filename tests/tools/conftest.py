@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.checkpoint.saved import SAVING, run_until
 from titanlite.cli import main
 from titanlite.observe.sinks import JsonLines, StepRecord
+from titanlite.runtime.store import LocalPath
 
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]
 
@@ -32,7 +33,7 @@ def saved(pool, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "run"))
+    return LocalPath(shutil.copytree(saved, tmp_path / "run"))
 
 
 @pytest.fixture

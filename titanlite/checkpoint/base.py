@@ -6,7 +6,6 @@ fingerprint of the base's files, which is compared when the base is read.
 
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from titanlite.checkpoint.root import checkpoints_of
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError
 from titanlite.registry import ModelSpec
-from titanlite.runtime import store
-from titanlite.runtime.bucket import place
+from titanlite.runtime.bucket import Place, place
 from titanlite.runtime.distributed import gather_objects
+from titanlite.runtime.store import LocalPath, crc32
 
 _KEY = "checkpoint.initial_load_path (checkpoint export: --base)"
 
@@ -70,10 +69,10 @@ class BaseWeights:
 
         def open_folder() -> None:
             self.folder = _find(base, given)
-            if store.exists(self.folder / MANIFEST):
+            if (self.folder / MANIFEST).exists():
                 self._manifest = read_manifest(self.folder)
             else:
-                self._hf = HuggingFaceFolder(self.folder, spec, model)
+                self._hf = HuggingFaceFolder(self.folder.local(), spec, model)
 
         run_on_all_ranks(group, "opening the base of the adapters", open_folder, UserError)
         found = fingerprint(self.folder, group)
@@ -97,16 +96,16 @@ class BaseWeights:
         return load_tensors(self.folder, [name], self._manifest)[name]
 
 
-def fingerprint(folder: Path, group: dist.ProcessGroup | None) -> str:
-    """Return a checksum of the checksums of all files with weights. A checkpoint's manifest has
-    those; for a Hugging Face folder, each rank computes its share.
+def fingerprint(folder: Place, group: dist.ProcessGroup | None) -> str:
+    """Return a checksum over those of the files with weights: a checkpoint's manifest has them, and
+    of a Hugging Face folder each rank sums its share.
     """
     sums = dict[str, int]()
-    if store.exists(folder / MANIFEST):
+    if (folder / MANIFEST).exists():
         for name, file in read_manifest(folder, outline=True).files.items():
             sums[name] = file.crc32
     else:
-        for part in gather_objects(_own_sums(folder, group), group):
+        for part in gather_objects(_own_sums(folder.local(), group), group):
             sums |= part
     weights = []
     for name in sorted(sums):
@@ -115,25 +114,25 @@ def fingerprint(folder: Path, group: dist.ProcessGroup | None) -> str:
     return f"{zlib.crc32(repr(weights).encode()):08x}"
 
 
-def _own_sums(folder: Path, group: dist.ProcessGroup | None) -> dict[str, int]:
+def _own_sums(folder: LocalPath, group: dist.ProcessGroup | None) -> dict[str, int]:
     """Return the checksums of this rank's share of a folder's files."""
     files = sorted(folder.glob("*.safetensors"))
     if group:
         files = files[dist.get_rank(group) :: dist.get_world_size(group)]
 
     def sums() -> dict[str, int]:
-        return {file.name: store.crc32(file) for file in files}
+        return {file.name: crc32(file.blocks()) for file in files}
 
     return run_on_all_ranks(group, "reading the base of the adapters", sums, UserError)
 
 
-def _find(base: Base, given: str) -> Path:
+def _find(base: Base, given: str) -> Place:
     for folder in _places(base, given):
-        if store.exists(folder / MANIFEST) or store.exists(folder / "config.json"):
+        if (folder / MANIFEST).exists() or (folder / "config.json").exists():
             return folder
     also = ""
-    if given and store.exists(place(given)):
-        also = f", and {given} has no {Path(base.folder).name}"
+    if given and place(given).exists():
+        also = f", and {given} has no {place(base.folder).name}"
     elif given:
         also = f", and {given} does not exist"
     raise UserError(
@@ -142,8 +141,8 @@ def _find(base: Base, given: str) -> Path:
     )
 
 
-def _places(base: Base, given: str) -> Iterator[Path]:
-    """Yield where the base was, and where it may be in a given folder of weights or of a run."""
+def _places(base: Base, given: str) -> Iterator[Place]:
+    """Yield where the base was, and where it may be in a folder of weights or of a run."""
     was = place(base.folder)
     yield was
     if given:

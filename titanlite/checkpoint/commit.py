@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -41,8 +40,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.places import StoredTensor, rank_file
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import let_go
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import Place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 # DCP warns at each save and load without its collectives, which are not needed here.
@@ -113,38 +111,34 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def staging_folder(target: Path, group: dist.ProcessGroup | None, what: str) -> Iterator[Path]:
-    """Create an empty folder for all ranks to write to.
-
-    It is deleted if anything fails, since the disk may be full. In a bucket it stays, since only
-    the answer to the creation of its manifest may have been lost.
-    """
+def staging_folder(target: Place, group: dist.ProcessGroup | None, what: str) -> Iterator[Place]:
+    """Make an empty folder for all ranks to write into; discard it if anything fails."""
     # Without a token, two runs in one folder would mix their bytes.
     token = gather_objects(uuid.uuid4().hex[:8], group)[0]
-    folder = store.staging_folder(target, token)
+    folder = target.staging(token)
 
     try:
-        run_on_rank_0(group, what, partial(store.make_folder, folder))
+        run_on_rank_0(group, what, folder.make)
         yield folder
     except BaseException:
-        if rank_in(group) == 0 and not is_remote(folder):
+        if rank_in(group) == 0:
             with suppress(OSError):
-                store.delete(folder)
+                folder.discard()
         raise
 
 
 def publish_step(
-    staging: Path, target: Path, manifest: Manifest, confirm: Callable[[], object] = object
+    staging: Place, target: Place, manifest: Manifest, confirm: Callable[[], object] = object
 ) -> None:
-    """Give a step its manifest and its name; raise if its files do not match the manifest."""
-    store.write(staging / MANIFEST, manifest.render())
+    """Give a step its manifest and its name; raise if its files are not those of the manifest."""
+    (staging / MANIFEST).put(manifest.render())
     problems = faults(staging, manifest)
     if problems:
         raise OSError("; ".join(problems))
     if staging.parent == target:  # in a bucket
         manifest = replace(manifest, attempt=staging.name)
     confirm()
-    store.publish(staging, target, MANIFEST, manifest.render())
+    target.publish(staging, MANIFEST, manifest.render())
 
 
 class Alone:
@@ -167,7 +161,7 @@ class Writer(Alone, dcp.StorageWriter):
     """Writes a step; `write_data` returns once all ranks have committed it, or raises RunFailed."""
 
     def __init__(
-        self, root: Path, content: Content, group: dist.ProcessGroup | None = None
+        self, root: Place, content: Content, group: dist.ProcessGroup | None = None
     ) -> None:
         self._root = root
         self._content = content
@@ -179,7 +173,7 @@ class Writer(Alone, dcp.StorageWriter):
         run_on_rank_0(self._group, self._saving, self._require_new)
 
     def _require_new(self) -> None:
-        if not is_remote(self._target) and store.exists(self._target):
+        if self._target.is_taken(MANIFEST):
             raise UserError(f"{self._target} exists, and nothing is ever written into a checkpoint")
 
     def write_data(self, plan: dcp.SavePlan, planner: Any) -> Future[Any]:
@@ -196,7 +190,7 @@ class Writer(Alone, dcp.StorageWriter):
         done.set_result([])
         return done
 
-    def _publish(self, staging: Path, tensors: dict[str, StoredTensor], rows: list[Any]) -> None:
+    def _publish(self, staging: Place, tensors: dict[str, StoredTensor], rows: list[Any]) -> None:
         content = self._content
         files: dict[str, File] = {}
         payloads = []
@@ -210,7 +204,7 @@ class Writer(Alone, dcp.StorageWriter):
         if stored != planned:
             raise OSError(f"{planned:,} bytes of tensors were planned, {stored:,} are stored")
         for name, document in content.make_documents(payloads).items():
-            store.write(staging / name, document)
+            (staging / name).put(document)
             files[name] = File(len(document), zlib.crc32(document))
         manifest = Manifest(content.step, content.weights_only, files, tensors)
         manifest = replace(manifest, base=content.base, run=content.run)
@@ -235,8 +229,8 @@ def cause(error: BaseException) -> BaseException:
     return error
 
 
-def _write_tensors(path: Path, plan: Any, planner: Any) -> tuple[File | None, int]:
-    """Write this rank's part of a plan; return its file, and the number of bytes of tensors."""
+def _write_tensors(path: Place, plan: Any, planner: Any) -> tuple[File | None, int]:
+    """Write what a plan has for this rank; return its file, and how many bytes are of tensors."""
 
     def blocks() -> Iterator[bytes | memoryview]:
         yield plan.storage_data
@@ -249,7 +243,7 @@ def _write_tensors(path: Path, plan: Any, planner: Any) -> tuple[File | None, in
         return None, 0
     parts = [(item.index.fqn, item.tensor_data.chunk.sizes) for item in plan.items]
     expected = sum(planner.places[name].bytes_of(sizes) for name, sizes in parts)
-    file = File(*store.write_and_sum(path, blocks(), expected))
+    file = File(*path.put_blocks(blocks(), expected))
     return file, file.size - len(plan.storage_data)
 
 

@@ -5,23 +5,21 @@ exceeds the training's timeout.
 """
 
 import logging
-from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint import cleanup, commit, status, transfer
+from titanlite.checkpoint import commit, status, transfer
 from titanlite.checkpoint.manifest import Base, committed, point_latest, step_folder
 from titanlite.checkpoint.owner import Owner
 from titanlite.checkpoint.root import checkpoint_root
-from titanlite.checkpoint.shared import require_shared
+from titanlite.checkpoint.shared import clear_leftovers, require_shared
 from titanlite.checkpoint.state import TrainingState
 from titanlite.config.job import Job
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.run_folder import new_archive_folder
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import collective_timeout, gather_objects
+from titanlite.runtime.store import LocalPath, rename
 
 REWIND = "rewind"
 """File with the step that a run goes back to, while it moves the later ones away."""
@@ -36,7 +34,7 @@ class CheckpointFolder:
         self.log = log
         self.settings = job.config.checkpoint
         self.root = checkpoint_root(job.config)
-        self._outer = Path(job.config.job.dump_folder)
+        self._outer = LocalPath(job.config.job.dump_folder)
         self.group: dist.ProcessGroup | None = None
         if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
@@ -48,12 +46,12 @@ class CheckpointFolder:
         self.owner: Owner | None = None
         """Set on rank 0 of a run that saves to a bucket."""
         if self.settings.enable:
-            if is_remote(self.root):
+            if self.root.renames:
+                self._has_locks = require_shared(self.root.local(), rank_info, self.group)
+            else:
                 commit.run_on_all_ranks(
                     self.group, "checkpoint.folder", self._use_bucket, UserError
                 )
-            else:
-                self._has_locks = require_shared(self.root, rank_info, self.group)
             commit.run_on_all_ranks(self.group, "checkpoint.folder", self._tidy, UserError)
 
     def _use_bucket(self) -> None:
@@ -97,11 +95,11 @@ class CheckpointFolder:
         if self.owner:
             cleared = self.owner.remove_leftovers()
         elif self._has_locks:
-            cleared = cleanup.clear_leftovers(self.root)
+            cleared = clear_leftovers(self.root.local())
         if cleared:
             self.log.info(f"deleted what an interrupted save left: {', '.join(cleared)}")
-        if self.rank_info.rank == 0 and store.exists(self.root / REWIND):
-            self.archive_steps_after(int(store.read(self.root / REWIND)))
+        if self.rank_info.rank == 0 and (self.root / REWIND).exists():
+            self.archive_steps_after(int((self.root / REWIND).read_bytes()))
 
     def archive_steps_after(self, step: int) -> None:
         """On rank 0, make `latest` name this step, and move later checkpoints, which are damaged or
@@ -114,7 +112,7 @@ class CheckpointFolder:
             later_steps = [later for later in committed(self.root) if later > step]
         if not later_steps:
             return
-        store.write(self.root / REWIND, f"{step}\n".encode())
+        (self.root / REWIND).put(f"{step}\n".encode())
         if self.owner:
             self.owner.set_aside(later_steps)
             steps = ", ".join(map(str, later_steps))
@@ -122,30 +120,31 @@ class CheckpointFolder:
             status.note(self.job.config, step)
         else:
             self._archive(later_steps)
-        store.delete(self.root / REWIND)
+        (self.root / REWIND).remove()
         self.complete -= {*later_steps}
 
     def _archive(self, later_steps: list[int]) -> None:
+        root = self.root.local()
         outer = self._outer
-        if not store.same_file_system(outer, self.root):  # a rename works only within one
-            outer = self.root
-        archive = new_archive_folder(outer) / self.settings.folder
-        store.make_folder(archive)
+        if outer.stat().st_dev != root.stat().st_dev:  # a rename cannot leave its file system
+            outer = root
+        archive = LocalPath(new_archive_folder(outer), self.settings.folder)
+        archive.make()
         for later in later_steps:
-            store.rename(step_folder(self.root, later), step_folder(archive, later))
+            rename(step_folder(root, later).local(), step_folder(archive, later).local())
         steps = ", ".join(map(str, later_steps))
         self.log.info(f"later checkpoints ({steps}) are now in {archive}")
 
     def check_space(self, state: TrainingState) -> None:
-        """Warn if the disk has no room for the checkpoints to keep and one being written."""
-        if not self.settings.enable or is_remote(self.root):
+        """Warn if the disk has no room for the checkpoints that are kept and one being written."""
+        if not self.settings.enable:
             return
         tensors = state.chosen(False, self.base is None).values()
         size = sum(each.numel() * each.element_size() for each in tensors)
         size = sum(gather_objects(size, state.stages))
         if self.rank_info.rank > 0:
             return
-        free = store.free_bytes(self.root)
+        free = self.root.free_bytes()
         kept = self.settings.keep_latest_k
         if free < size * max(1, kept + 1 - len(committed(self.root))):
             self.log.warning(

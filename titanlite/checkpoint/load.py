@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.manifest import (
-    CONFIG,
-    ENVIRONMENT,
     MISSING,
-    STATE,
     CorruptCheckpoint,
     Manifest,
     Position,
@@ -43,14 +39,14 @@ from titanlite.checkpoint.rules import (
 from titanlite.checkpoint.state import TrainingState
 from titanlite.errors import UserError, some_of
 from titanlite.registry.lora import is_adapter
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import Place, place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
 _FLOAT = re.compile("^(b?float(16|32|64))")
 
 
 def latest_verified(
-    root: Path, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
+    root: Place, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
 ) -> Resume | None:
     """Return the newest resumable checkpoint from before a step, logging why newer ones are
     skipped; None if there are none.
@@ -72,31 +68,31 @@ def latest_verified(
     return None
 
 
-def at_step(root: Path, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
-    """Return the checkpoint of this step, for a resume."""
+def at_step(root: Place, step: int, full: bool, group: dist.ProcessGroup) -> Resume:
+    """Return the checkpoint of this step, to be resumed."""
     require_step(root, step, _committed(root, group))
     return _verified(
         "checkpoint.load_step", step_folder(root, step), full, group, weights_only=False
     )
 
 
-def newest(path: Path, group: dist.ProcessGroup) -> tuple[Path, bool]:
-    """Return the newest checkpoint in a folder of checkpoints or of a run, or the place itself, and
-    whether another program wrote it, as seen by rank 0.
+def newest(path: Place, group: dist.ProcessGroup) -> tuple[Place, bool]:
+    """Return the newest checkpoint in a folder of them or of a run, or the place itself, and
+    whether it is of another program, as rank 0 sees them.
     """
     found = newest_of(path) if rank_in(group) == 0 else None
     name, is_others = gather_objects((f"{found}", bool(found and is_foreign(found))), group)[0]
     return place(name), is_others
 
 
-def at_path(path: Path, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
-    """Return a checkpoint anywhere, or the newest one in a folder of checkpoints or of a run."""
+def at_path(path: Place, full: bool, group: dist.ProcessGroup, weights_only: bool) -> Resume:
+    """Return a checkpoint anywhere, or the newest one in a folder of them or of a run."""
     folder, _ = newest(path, group)
     return _verified("checkpoint.initial_load_path", folder, full, group, weights_only)
 
 
-def _committed(root: Path, group: dist.ProcessGroup) -> list[int]:
-    """Return the committed steps, as seen by rank 0; the other ranks do not list the folder."""
+def _committed(root: Place, group: dist.ProcessGroup) -> list[int]:
+    """Return the committed steps that rank 0 sees; the other ranks do not list the folder."""
     steps: list[int] = []
     if rank_in(group) == 0:
         steps = transfer.steps(root)
@@ -112,7 +108,7 @@ def _listed(problems: list[str]) -> str:
 
 
 def _verified(
-    key: str, folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool
+    key: str, folder: Place, full: bool, group: dist.ProcessGroup, weights_only: bool
 ) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
@@ -121,7 +117,7 @@ def _verified(
 
 
 def _verify(
-    folder: Path, full: bool, group: dist.ProcessGroup, weights_only: bool = False
+    folder: Place, full: bool, group: dist.ProcessGroup, weights_only: bool = False
 ) -> tuple[Resume | None, list[str]]:
     """Return a checkpoint, or its faults on any rank.
 
@@ -131,15 +127,14 @@ def _verify(
     failure = ""
     try:
         manifest = read_manifest(folder)
-        remote = is_remote(folder)
-        contents = manifest.files if full and not remote else [STATE, CONFIG, ENVIRONMENT]
         rank = dist.get_rank(group)
         ranks = dist.get_world_size(group)
         share = slice(rank, None, ranks)
-        problems = faults(folder, manifest, contents, not weights_only, itemgetter(share))
-        if full and remote and not problems:
-            with transfer.fetched(folder, manifest, transfer.share_of(manifest, rank, ranks)):
-                pass  # verified now; `read` finds the files there
+        documents = manifest.files.keys() - set(transfer.share_of(manifest, 0, 1))
+        problems = faults(folder, manifest, documents, not weights_only, itemgetter(share))
+        if full and not problems:
+            names = transfer.share_of(manifest, rank, ranks)
+            problems = transfer.mismatches(folder, manifest, names)
     except (CorruptCheckpoint, *MISSING) as error:
         problems = [str(error)]
     except Unreadable as error:
@@ -225,7 +220,7 @@ def _describe(dtype: str, shape: Sequence[int]) -> str:
 
 
 def load_tensors(
-    folder: Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
+    folder: Place, names: Iterable[str] | None = None, manifest: Manifest | None = None
 ) -> dict[str, torch.Tensor]:
     """Return whole tensors, by default all, of a checkpoint from any mesh; no process group is
     needed.

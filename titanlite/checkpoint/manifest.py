@@ -10,14 +10,14 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from titanlite.checkpoint.places import StoredTensor
 from titanlite.errors import UserError
-from titanlite.runtime import store
+from titanlite.runtime.bucket import Place
+from titanlite.runtime.store import crc32
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ class CorruptCheckpoint(UserError):
 class Unreadable(UserError):
     """A file that cannot be read at the moment, but need not be damaged."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
+    def __init__(self, path: Place, error: OSError) -> None:
         where = f"{error.filename or path} cannot be read on {socket.gethostname()}"
         super().__init__(f"{where}: {error.strerror or error}; start again when it can")
 
@@ -109,11 +109,11 @@ class Position:
     """Fingerprint of the data."""
 
 
-def step_folder(root: Path, step: int) -> Path:
+def step_folder(root: Place, step: int) -> Place:
     return root / f"step-{step}"
 
 
-def export_folder(root: Path, step: int) -> Path:
+def export_folder(root: Place, step: int) -> Place:
     """Return where a run writes its last weights in Hugging Face's format."""
     return root / f"hf-step-{step}"
 
@@ -124,29 +124,28 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def point_latest(root: Path, step: int | None) -> None:
-    """Write a step's name to the file `latest`; without a step, remove the file."""
+def point_latest(root: Place, step: int | None) -> None:
+    """Write a step's name into the file `latest`; without a step, remove it."""
     if step is None:
-        store.delete(root / LATEST)
+        (root / LATEST).remove()
     else:
-        store.replace(root / LATEST, f"step-{step}\n".encode())
+        (root / LATEST).put(f"step-{step}\n".encode())
 
 
-def named_latest(root: Path) -> int | None:
-    """Return the step that `latest` names, or None."""
-    if not store.exists(root / LATEST):
+def named_latest(root: Place) -> int | None:
+    """Return the step that `latest` names; None without such a file."""
+    if not (root / LATEST).exists():
         return None
-    return step_of(store.read(root / LATEST).decode(errors="replace").strip())
+    return step_of((root / LATEST).read_bytes().decode(errors="replace").strip())
 
 
-def committed(root: Path) -> list[int]:
-    """Return the steps that have folders here, in order. Their contents are not checked."""
-    steps = []
-    for name, path in store.list_folder(root).items():
-        step = step_of(name)
-        if step is not None and store.is_folder(path):
-            steps.append(step)
-    return sorted(steps)
+def committed(root: Place) -> list[int]:
+    """Return the steps with folders here, in order.
+
+    `read_manifest` and `faults` check the contents.
+    """
+    steps = [step_of(name) for name, path in root.entries().items() if path.is_dir()]
+    return sorted(step for step in steps if step is not None)
 
 
 FOREIGN = (
@@ -156,30 +155,31 @@ FOREIGN = (
 )
 
 
-def is_foreign(path: Path) -> bool:
-    """Return whether a place is a checkpoint in torch's own format, without documents of
-    titanlite: a folder, or a file that torch made of one.
+def is_foreign(path: Place) -> bool:
+    """Return whether a place is a checkpoint of torch's own format, without any document of
+    titanlite's: its folder, or a file that torch made of it.
     """
-    if not store.exists(path / DCP_METADATA):
+    if not (path / DCP_METADATA).exists():
         return path.is_file()
-    return not any(store.exists(path / name) for name in (MANIFEST, STATE, CONFIG))
+    return not any((path / name).exists() for name in (MANIFEST, STATE, CONFIG))
 
 
-def is_torn(path: Path) -> bool:
-    """Return whether torch's DCP began to write here but did not finish with its .metadata."""
-    names = store.list_folder(path)
+def is_torn(path: Place) -> bool:
+    """Return whether torch's DCP has written here and not ended: its .metadata comes last."""
+    names = path.entries()
     has_shards = any(name.endswith(".distcp") for name in names)
     return has_shards and not {DCP_METADATA, MANIFEST} & names.keys()
 
 
-def read_manifest(folder: Path, outline: bool = False) -> Manifest:
-    """Read the manifest of a committed folder; raise CorruptCheckpoint if any byte has changed.
+def read_manifest(folder: Place, outline: bool = False) -> Manifest:
+    """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
+    written.
 
     An outline has no tensors, which are most of the bytes: they are checksummed, which does not
     block other threads, but not parsed.
     """
     try:
-        raw = store.read(folder / MANIFEST)
+        raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         if is_foreign(folder):
             raise CorruptCheckpoint(f"{folder}: {FOREIGN.format(folder)}") from None
@@ -189,9 +189,9 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
                 f"end, there is no {DCP_METADATA}; name an earlier step"
             ) from None
         why = "there is no such folder"
-        if store.exists(folder):
+        if folder.exists():
             why = f"it has no {MANIFEST}, nor torch's {DCP_METADATA}"
-        if store.exists(folder / "config.json"):
+        if (folder / "config.json").exists():
             why += "; --model.flavor hf starts from a Hugging Face folder"
         raise CorruptCheckpoint(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
@@ -214,7 +214,7 @@ def read_manifest(folder: Path, outline: bool = False) -> Manifest:
 
 
 def faults(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     contents: Iterable[str] = (),
     resumable: bool = False,
@@ -229,7 +229,7 @@ def faults(
         return [f"{folder}: a copy of step {manifest.step} under another name"]
     folder = folder / manifest.attempt
     problems = list[str]()
-    present = store.list_folder(folder)
+    present = folder.entries()
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
     # By size, so that shares of every Nth file have about the same number of bytes.
@@ -238,29 +238,31 @@ def faults(
         if name not in present:
             problems.append(f"{folder / name}: missing")
             continue
-        size = store.size(present[name])
+        size = present[name].stat().st_size
         if size != file.size:
             problems.append(f"{folder / name}: {size:,} bytes, {file.size:,} were written")
-        elif name in contents and store.crc32(present[name]) != file.crc32:
+        elif name in contents and crc32(present[name].blocks()) != file.crc32:
             problems.append(f"{folder / name}: checksum mismatch")
     if resumable and manifest.weights_only:
         problems.append(f"{folder}: contains weights only and cannot be resumed")
     return sorted(problems)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json: the position of the run and of its streams, and the optimizer's scalars."""
+def read_state(folder: Place) -> dict[str, Any]:
+    """Read state.json: the run's position, the positions of streams, and the optimizer's
+    scalars.
+    """
     return json.loads(read_document(folder, STATE))
 
 
-def read_document(folder: Path, name: str) -> bytes:
+def read_document(folder: Place, name: str) -> bytes:
     """Read a file next to the tensors."""
-    return store.read(folder / read_manifest(folder, outline=True).attempt / name)
+    return (folder / read_manifest(folder, outline=True).attempt / name).read_bytes()
 
 
-def is_complete(folder: Path, resumable: bool = False) -> bool:
-    """Whether a folder has a valid manifest, all its files at their recorded sizes and, if
-    `resumable`, more than weights.
+def is_complete(folder: Place, resumable: bool = False) -> bool:
+    """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more
+    than weights.
     """
     try:
         return not faults(folder, read_manifest(folder, outline=True), resumable=resumable)
@@ -270,7 +272,7 @@ def is_complete(folder: Path, resumable: bool = False) -> bool:
         raise Unreadable(folder, error) from None
 
 
-def latest_complete(root: Path) -> int | None:
+def latest_complete(root: Place) -> int | None:
     """Return the newest complete step."""
     for step in reversed(committed(root)):
         if is_complete(step_folder(root, step)):
@@ -278,7 +280,7 @@ def latest_complete(root: Path) -> int | None:
     return None
 
 
-def steps_to_delete(root: Path, keep_latest_k: int, keep_every: int, known: set[int]) -> list[int]:
+def steps_to_delete(root: Place, keep_latest_k: int, keep_every: int, known: set[int]) -> list[int]:
     """Return the steps of complete checkpoints that need not be kept; keep_latest_k = 0 keeps all.
 
     Damaged or weights-only checkpoints are neither counted nor deleted, since they may be all that

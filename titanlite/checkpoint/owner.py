@@ -9,7 +9,6 @@ intact.
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from uuid import uuid4
 
 from titanlite.checkpoint.manifest import (
@@ -21,7 +20,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.transfer import steps
 from titanlite.errors import RunFailed
-from titanlite.runtime import store
+from titanlite.runtime.bucket import Place, copy
 from titanlite.runtime.rank_files import STARTED
 
 ASIDE = f"{MANIFEST}.aside"
@@ -32,7 +31,7 @@ object restores it."""
 class Owner:
     """This run, as distinguished from others in the bucket; on rank 0."""
 
-    def __init__(self, root: Path, host: str) -> None:
+    def __init__(self, root: Place, host: str) -> None:
         self._root = root
         # STARTED is the same for all attempts of a launcher.
         self.name = f"{host} {os.environ.get(STARTED) or uuid4().hex}"
@@ -41,8 +40,8 @@ class Owner:
         """The steps found at the start, and those that this run has created."""
 
     def _is_there(self, step: int) -> bool:
-        """Check for a manifest by its name, since a listing may be wrong."""
-        return store.exists(step_folder(self._root, step) / MANIFEST)
+        """Ask for a manifest by its name: a list may be empty by mistake."""
+        return (step_folder(self._root, step) / MANIFEST).exists()
 
     def require_alone(self) -> None:
         """Raise if another run has created a step since this one started."""
@@ -61,9 +60,9 @@ class Owner:
         """Set steps aside by renaming their manifests."""
         for step in later_steps:
             manifest = step_folder(self._root, step) / MANIFEST
-            if store.exists(manifest):
-                store.copy(manifest, manifest.parent / ASIDE)
-                store.delete(manifest)
+            if manifest.exists():
+                copy(manifest, manifest.parent / ASIDE)
+                manifest.remove()
         self.known -= {*later_steps}
 
     def remove_leftovers(self) -> list[str]:
@@ -77,22 +76,20 @@ class Owner:
                 break
             folder = step_folder(self._root, step)
             for name, path in self._dead_parts(step, folder).items():
-                store.delete(path)
+                path.remove()
                 names.append(name)
         return names
 
-    def _dead_parts(self, step: int, folder: Path) -> dict[str, Path]:
-        """Return the folders of a step that no manifest names, or the entire step."""
+    def _dead_parts(self, step: int, folder: Place) -> dict[str, Place]:
+        """Return the folders that no manifest names, of a step or all of it."""
         if step not in self.known:
-            if store.exists(folder / ASIDE):
-                return {}
-            return {folder.name: folder}
+            return {} if (folder / ASIDE).exists() else {folder.name: folder}
         try:
             kept = read_manifest(folder, outline=True).attempt
         except CorruptCheckpoint:
             return {}
-        found = dict[str, Path]()
-        for name, path in store.list_folder(folder).items():
-            if re.fullmatch("[0-9a-f]{8}", name) and name != kept:
-                found[f"{folder.name}/{name}"] = path
-        return found
+        return {
+            f"{folder.name}/{name}": path
+            for name, path in folder.entries().items()
+            if re.fullmatch("[0-9a-f]{8}", name) and name != kept
+        }

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.places import rank_file
 from titanlite.checkpoint.plan import chunk_of, flat, nested
 from titanlite.parallel.dtensor import box_of, let_go, local_part
+from titanlite.runtime.bucket import Place
 
 
 class Reader(Alone, dcp.StorageReader):
@@ -27,7 +27,7 @@ class Reader(Alone, dcp.StorageReader):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         manifest: Manifest,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def read(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import (
@@ -18,6 +17,7 @@ from titanlite.config.job import Job
 from titanlite.config.schema import Lora
 from titanlite.config.toml import to_toml, toml_differences, tomllib
 from titanlite.errors import UserError
+from titanlite.runtime.bucket import Place
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -31,7 +31,7 @@ _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "
 class Resume:
     """Where a run starts, found and verified before anything is built; by default, from scratch."""
 
-    folder: Path | None = None
+    folder: Place | None = None
     """The checkpoint or Hugging Face folder to load."""
     manifest: Manifest | None = None
     """The checkpoint's manifest."""
@@ -130,9 +130,9 @@ class Resume:
         )
 
 
-def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
-    """Refuse adapters that were trained with another scale, which shapes do not reveal; return
-    `exclude` without the pattern that allows it.
+def check_alpha(folder: Place, lora: Lora, exclude: Sequence[str]) -> list[str]:
+    """Refuse adapters that were scaled otherwise, which no shape shows; return `exclude` without
+    the pattern that allows it.
     """
     given = tomllib.loads(read_document(folder, CONFIG).decode()).get("lora", {})
     saved = Lora(**{key: given[key] for key in ("rank", "alpha") if key in given})
@@ -146,6 +146,6 @@ def check_alpha(folder: Path, lora: Lora, exclude: Sequence[str]) -> list[str]:
     return [pattern for pattern in exclude if not (lora.rank and pattern == ALPHA)]
 
 
-def saved_model(folder: Path) -> dict[str, Any]:
-    """Return the model's fields that a checkpoint's weights were trained with."""
+def saved_model(folder: Place) -> dict[str, Any]:
+    """Return the fields of the model that a checkpoint's weights belong to."""
     return json.loads(read_document(folder, ENVIRONMENT))["model"]

@@ -1,7 +1,5 @@
 """Where a run saves its checkpoints, and which checkpoints a user's path stands for. No torch."""
 
-from pathlib import Path
-
 from titanlite.checkpoint.manifest import (
     CONFIG,
     MANIFEST,
@@ -13,32 +11,32 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import tomllib
 from titanlite.config.urls import is_url
-from titanlite.runtime import store
-from titanlite.runtime.bucket import Uploads, place
+from titanlite.runtime.bucket import Place, Uploads, place
+from titanlite.runtime.store import LocalPath
 
 
-def checkpoint_root(config: JobConfig) -> Path:
-    """Return where a run saves; for a bucket, with the config's limits of uploads."""
+def checkpoint_root(config: JobConfig) -> Place:
+    """Return where a run saves; in a bucket, with the config's bounds of an upload."""
     given = config.checkpoint
     if not is_url(given.folder):
-        return Path(config.job.dump_folder, given.folder)
-    # End before the other ranks give up, since this error names the object.
+        return LocalPath(config.job.dump_folder, given.folder)
+    # Before the other ranks give up: the error names the object.
     limit = 0.9 * config.comm.checkpoint_timeout_seconds
     bounds = given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds
     return place(given.folder, uploads=Uploads(*bounds, limit))
 
 
-def saved_root(dump_folder: Path) -> str:
-    """Return where the run in a dump folder saves its checkpoints, according to its config."""
+def saved_root(dump_folder: Place) -> str:
+    """Return where the run in a dump folder saves its checkpoints, by its config."""
     try:
-        folder = tomllib.loads(store.read(dump_folder / CONFIG).decode())["checkpoint"]["folder"]
+        folder = tomllib.loads((dump_folder / CONFIG).read_bytes().decode())["checkpoint"]["folder"]
         return folder if is_url(folder) else f"{dump_folder / folder}"
     except (OSError, ValueError, LookupError, TypeError):  # no config, or not that of a run
         return f"{dump_folder}/checkpoint"
 
 
-def newest_of(path: Path) -> Path:
-    """Return the newest checkpoint of a place, or the place itself if it has none.
+def newest_of(path: Place) -> Place:
+    """Return the newest of a place's checkpoints, or the place itself if it has none.
 
     An incomplete one, left by another program, counts only if there is no other.
     """
@@ -46,9 +44,9 @@ def newest_of(path: Path) -> Path:
     return next((each for each in reversed(found[1:]) if not is_torn(each)), found[-1])
 
 
-def checkpoints_of(path: Path) -> list[Path]:
+def checkpoints_of(path: Place) -> list[Place]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
-    if store.exists(path / MANIFEST) or (step_of(path.name) is not None and store.exists(path)):
+    if (path / MANIFEST).exists() or (step_of(path.name) is not None and path.exists()):
         return [path]
     for root in map(place, (f"{path}", saved_root(path), f"{path}/checkpoint")):
         steps = committed(root)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.layout import Batch
 from titanlite.config.schema import Training
 from titanlite.errors import UserError, nearest, some_of
 from titanlite.registry import ModelSpec
+from titanlite.runtime.bucket import Place
 
 _FIELD = "model.overrides."
 DATA = "data"
@@ -106,8 +106,8 @@ def batch_changes(
     )
 
 
-def require_step(root: Path, step: int, steps: Sequence[int]) -> None:
-    """Raise unless the step of checkpoint.load_step is among those in the folder."""
+def require_step(root: Place, step: int, steps: Sequence[int]) -> None:
+    """Raise unless the step of checkpoint.load_step is among those in its folder."""
     if step not in steps:
         existing = "there are none"
         if steps:

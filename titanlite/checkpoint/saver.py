@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint import cleanup, commit
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.folder import CheckpointFolder
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
+    MANIFEST,
     STATE,
     Position,
     latest_complete,
@@ -223,8 +224,8 @@ class Saver:
                 root = self._folder.root
                 keep = self.settings.keep_latest_k, self.settings.keep_every
                 for old_step in steps_to_delete(root, *keep, self._folder.complete):
-                    cleanup.delete(step_folder(root, old_step))
-            except (OSError, UserError) as error:  # no checkpoint is lost
+                    step_folder(root, old_step).withdraw(MANIFEST)
+            except (OSError, UserError) as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
         dist.barrier(group)  # waits for a slow deletion here instead of in the training's group
         return done

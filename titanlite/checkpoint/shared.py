@@ -1,23 +1,26 @@
-"""Check that all ranks write to the same folder."""
+"""Whether all ranks write into the same folder, and what killed saves left there."""
 
+import os
+import re
 import time
 import uuid
-from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.cleanup import SEEN_BY_ALL
 from titanlite.errors import UserError
-from titanlite.runtime import lock, store
+from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import gather_objects
+from titanlite.runtime.store import LocalPath
 
+SEEN_BY_ALL = ".seen-by-all-"
+"""Prefix of the file that shows whether all ranks share the folder."""
 _PATIENCE_SECONDS = 5
 """Time for a new file in a network folder to appear on other nodes."""
 
 
-def require_shared(root: Path, rank_info: RankInfo, group: dist.ProcessGroup | None) -> bool:
-    """Create the folder of checkpoints; raise UserError if the ranks do not share it.
+def require_shared(root: LocalPath, rank_info: RankInfo, group: dist.ProcessGroup | None) -> bool:
+    """Make the folder of checkpoints; raise UserError if the ranks do not share it.
 
     Return whether this is rank 0 and the folder has locks.
     """
@@ -27,22 +30,19 @@ def require_shared(root: Path, rank_info: RankInfo, group: dist.ProcessGroup | N
     failure = ""
     if on_rank_0:
         try:
-            store.make_folder(root)
-            store.write(probe, b"")
+            root.make()
+            probe.put(b"")
         except OSError as error:
             failure = f"checkpoint.folder {root}: nothing can be written there ({error.strerror})"
     failure = gather_objects(failure, group)[0]
     if failure:
         raise UserError(failure)
-    usable = _appears(probe) and store.is_writable(root)
+    usable = _appears(probe) and os.access(root, os.W_OK)
     ranks = gather_objects((rank_info.host, usable), group)
     has_locks = on_rank_0 and lock.works_on(probe)
     if on_rank_0:
-        store.delete(probe)
-    unusable = []
-    for rank, (host, is_usable) in enumerate(ranks):
-        if not is_usable:
-            unusable.append(f"rank {rank} on {host}")
+        probe.remove()
+    unusable = [f"rank {rank} on {host}" for rank, (host, usable) in enumerate(ranks) if not usable]
     if not unusable:
         return has_locks
     shown = ", ".join(unusable[:4])
@@ -54,11 +54,24 @@ def require_shared(root: Path, rank_info: RankInfo, group: dist.ProcessGroup | N
     )
 
 
-def _appears(file: Path) -> bool:
-    """Wait for another node's file; return whether it appeared."""
+def _appears(file: LocalPath) -> bool:
+    """Wait for another node's file."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not store.exists(file):
+    while not file.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return True
+
+
+def clear_leftovers(root: LocalPath) -> list[str]:
+    """Delete the leftovers of a killed save, export, deletion or start; return the names."""
+    staging = r"\.(hf-)?step-\d+(\.[0-9a-f]{8})?\.staging"
+    seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
+    pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")
+    leftovers = []
+    for name, path in sorted(root.entries().items()):
+        if pattern.fullmatch(name):
+            path.remove()
+            leftovers.append(name)
+    return leftovers

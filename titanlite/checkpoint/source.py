@@ -5,7 +5,6 @@ All ranks call every function together.
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +21,7 @@ from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
 from titanlite.errors import RunFailed, UserError
 from titanlite.runtime.bucket import place
 from titanlite.runtime.distributed import gather_objects
+from titanlite.runtime.store import LocalPath
 
 
 def find(folder: CheckpointFolder) -> Resume:
@@ -40,13 +40,13 @@ def find(folder: CheckpointFolder) -> Resume:
     elif settings.enable:
         resume = load.latest_verified(folder.root, full, group, folder.log)
     if resume is None and settings.initial_load_in_hf:
-        read = partial(HuggingFaceFolder, path, job.spec, job.model_config, exclude)
+        read = partial(HuggingFaceFolder, path.local(), job.spec, job.model_config, exclude)
         hf = run_on_all_ranks(group, "checkpoint.initial_load_path", read, UserError)
         resume = Resume(path, hf=hf)
     elif resume is None and settings.initial_load_path:
         path, is_others = load.newest(path, group)
         if is_others:
-            resume = _from_torchtitan(folder, path)
+            resume = _from_torchtitan(folder, path.local())
         else:
             resume = load.at_path(path, full, group, settings.initial_load_model_only)
     if resume and resume.manifest and resume.folder:
@@ -56,8 +56,8 @@ def find(folder: CheckpointFolder) -> Resume:
     return replace(resume or Resume(), exclude=exclude)
 
 
-def _from_torchtitan(folder: CheckpointFolder, path: Path) -> Resume:
-    """Open a checkpoint of TorchTitan; its steps are assumed to have had this run's batch size."""
+def _from_torchtitan(folder: CheckpointFolder, path: LocalPath) -> Resume:
+    """Open a checkpoint of TorchTitan, whose samples are taken for those of this run's batches."""
     job = folder.job
     read = partial(TorchTitanCheckpoint, path, job.spec, job.model_config)
     foreign = run_on_all_ranks(folder.group, "checkpoint.initial_load_path", read, UserError)
@@ -101,8 +101,10 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
         return
     load.restore(resume, state, folder.group)
     folder.base = base.settle(folder, resume, state)
+    without = ", ".join(resume.exclude)
+    left_out = f" without {without} (checkpoint.exclude_from_loading)" if without else ""
     if not resume.continues:
-        log.info(f"loaded weights from {resume.folder}")
+        log.info(f"loaded weights from {resume.folder}{left_out}")
         if folder.base:
             log.info(
                 f"each resume reads the base from {folder.base.folder}: keep it, or copy it first "
@@ -113,7 +115,7 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
     dist.barrier(folder.group)
-    log.info(f"resumed step {step} from {resume.folder}")
+    log.info(f"resumed step {step} from {resume.folder}{left_out}")
     for line in resume.changes(folder.job, _has_dropout(state)):
         log.info(line)
 

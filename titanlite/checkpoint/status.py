@@ -24,7 +24,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.urls import is_url
 from titanlite.errors import command_line
 from titanlite.observe.run_folder import METRICS, archive_previous_files
-from titanlite.runtime import bucket, lock, store
+from titanlite.runtime import bucket, lock
+from titanlite.runtime.bucket import Place
+from titanlite.runtime.store import LocalPath
 
 _SAVED = ".saved"
 """File in the dump folder with the newest step in checkpoint.folder, if that is a URL, and when it
@@ -45,19 +47,19 @@ def look(config: JobConfig) -> None:
 
 
 def note(config: JobConfig, step: int | None, at: int = 0) -> None:
-    """Record the newest complete step in the bucket, if there is one."""
-    file = Path(config.job.dump_folder, _SAVED)
+    """Write down the newest complete step in the bucket, if there is one."""
+    file = LocalPath(config.job.dump_folder, _SAVED)
     if step is None:
-        store.delete(file)
+        file.remove()
         return
-    store.make_folder(file.parent)
-    store.replace(file, f"{step} {at}\n".encode())
+    file.parent.make()
+    file.put(f"{step} {at}\n".encode())
 
 
-def record(config: JobConfig, root: Path, step: int) -> None:
-    """Copy the run's metrics and config next to a save, and record the save."""
+def record(config: JobConfig, root: Place, step: int) -> None:
+    """Copy the run's metrics and config next to a save, and write it down."""
     try:
-        transfer.copy_records(Path(config.job.dump_folder), root)
+        transfer.copy_records(LocalPath(config.job.dump_folder), root)
     finally:
         note(config, step, time.time_ns())
 
@@ -76,7 +78,7 @@ def times(config: JobConfig) -> dict[int, int]:
     """Return when each step was saved, in nanoseconds; for a bucket, only the newest step."""
     if in_bucket(config):
         with suppress(FileNotFoundError):
-            step, at = store.read(Path(config.job.dump_folder, _SAVED)).split()
+            step, at = Path(config.job.dump_folder, _SAVED).read_bytes().split()
             return {int(step): int(at)}
         return {}
     root = checkpoint_root(config)
@@ -117,7 +119,7 @@ def finished_message(config: JobConfig) -> str:
     missing = ""
     if settings.last_save_in_hf:
         target = export_folder(checkpoint_root(config), step)
-        if not store.exists(target):
+        if not target.exists():
             saved = name_of(config, step)
             command = command_line("titanlite", "checkpoint", "export", saved, str(target))
             missing = f"; its export is missing: {command}"

@@ -3,13 +3,9 @@
 A step exists exactly if its manifest does. No torch.
 """
 
-import fcntl
-import hashlib
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -24,21 +20,19 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.observe.run_folder import METRICS
-from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, is_remote
-
-_IN_USE = ".in-use"
+from titanlite.runtime.bucket import BucketError, Place, copy
+from titanlite.runtime.store import LocalPath, crc32
 
 
-def steps(root: Path) -> list[int]:
-    """Return the steps in a place; raise if the listing lacks the step that `latest` names although
-    it exists.
+def steps(root: Place) -> list[int]:
+    """Return the steps in a place. A list without the step that `latest` names is not believed
+    where that step is there.
     """
     found = committed(root)
     newest = named_latest(root)
     if newest is not None and newest not in found:
         folder = step_folder(root, newest)
-        if store.exists(folder / MANIFEST):
+        if (folder / MANIFEST).exists():
             listed = f"step-{found[-1]}" if found else "nothing"
             raise BucketError(
                 f"{root} lists {listed} as the newest, but has {folder.name}; start again"
@@ -46,17 +40,17 @@ def steps(root: Path) -> list[int]:
     return found
 
 
-def copy_records(outer: Path, root: Path) -> None:
-    """Copy the metrics and the config of a run to a bucket."""
+def copy_records(outer: Place, root: Place) -> None:
+    """Copy the metrics and the config of a run into a bucket."""
     for name in (METRICS, CONFIG):
-        if store.exists(outer / name):
-            store.copy(outer / name, root / name)
+        if (outer / name).exists():
+            copy(outer / name, root / name)
 
 
-def fetch_metrics(root: Path, outer: Path) -> None:
+def fetch_metrics(root: Place, outer: Place) -> None:
     """Copy the metrics of a run from a bucket, if the dump folder has none."""
-    if not store.exists(outer / METRICS) and store.exists(root / METRICS):
-        store.copy(root / METRICS, outer / METRICS)
+    if not (outer / METRICS).exists() and (root / METRICS).exists():
+        copy(root / METRICS, outer / METRICS)
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
@@ -66,76 +60,51 @@ def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
     return [name for at, name in enumerate(files) if at * ranks // len(files) == rank]
 
 
-@contextmanager
-def fetched(step: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Path]:
-    """Yield a folder with files of a checkpoint: the checkpoint itself, or a cache if it is in a
-    bucket. The cache is filled once for all processes of a node, verified, and kept while one of
-    them uses it.
-    """
-    if not is_remote(step):
-        yield step
-        return
-    source = step / manifest.attempt
-    folder = _cache_of(step, manifest)
-    store.make_folder(folder)
-    with _locked(folder / _IN_USE, fcntl.LOCK_SH):
-        for name in names:
-            with _locked(folder / f".{name}.lock", fcntl.LOCK_EX):
-                if not store.exists(folder / name):
-                    draft = folder / f".{name}.part"
-                    _copy_file(source / name, draft, manifest.files[name])
-                    draft.rename(folder / name)
-        yield folder
+def fetched(
+    step: Place, manifest: Manifest, names: Iterable[str]
+) -> AbstractContextManager[LocalPath]:
+    """Yield the folder here with files of a checkpoint, which are verified if they are brought."""
+
+    def bring(path: Place, draft: LocalPath) -> None:
+        _copy_file(path, draft, manifest.files[path.name])
+
+    return (step / manifest.attempt).fetched(names, bring, manifest.files)
 
 
-def forget(step: Path, manifest: Manifest) -> None:
-    """Delete fetched files, unless another process uses them."""
-    if not is_remote(step):
-        return
-    folder = _cache_of(step, manifest)
-    with suppress(OSError), _locked(folder / _IN_USE, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        store.delete(folder)
+def mismatches(step: Place, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Return the faults in the bytes of files; what is brought for it stays, to be read."""
+    with fetched(step, manifest, names) as folder:
+        return [
+            f"{folder / name}: checksum mismatch"
+            for name in names
+            if crc32((folder / name).blocks()) != manifest.files[name].crc32
+        ]
 
 
-def _cache_of(step: Path, manifest: Manifest) -> Path:
-    name = hashlib.sha256(f"{step} {zlib.crc32(manifest.render())}".encode()).hexdigest()[:16]
-    return store.user_cache() / "checkpoints" / name
+def forget(step: Place, manifest: Manifest) -> None:
+    """Delete what was brought, unless another process uses it."""
+    (step / manifest.attempt).forget(manifest.files)
 
 
-@contextmanager
-def _locked(path: Path, kind: int) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, kind)
-        yield
-
-
-def copy_files(source: Path, target: Path, files: Iterable[tuple[str, File]]) -> None:
+def copy_files(source: Place, target: Place, files: Iterable[tuple[str, File]]) -> None:
     """Copy files of a checkpoint; raise for one that differs from its manifest."""
     for name, file in files:
         _copy_file(source / name, target / name, file)
 
 
-def _copy_file(path: Path, target: Path, file: File) -> None:
-    if store.copy(path, target) != (file.size, file.crc32):
+def _copy_file(path: Place, target: Place, file: File) -> None:
+    if copy(path, target) != (file.size, file.crc32):
         raise CorruptCheckpoint(f"{path}: damaged, it differs from the manifest")
 
 
-def is_copy(source: Path, target: Path) -> bool:
-    """Return whether a folder has all files of a checkpoint, at their recorded sizes, and its
-    manifest.
-    """
+def is_copy(source: Place, target: Place) -> bool:
+    """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
     return is_complete(target) and flat_manifest(target) == flat_manifest(source)
 
 
-def flat_manifest(folder: Path) -> bytes:
+def flat_manifest(folder: Place) -> bytes:
     """Return the manifest of a copy, which has its files next to it."""
     manifest = read_manifest(folder)
     if manifest.attempt:
         return replace(manifest, attempt="").render()
-    return store.read(folder / MANIFEST)
-
-
-def remove(folder: Path) -> None:
-    """Remove a step from a bucket, its manifest first."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    store.delete(folder)
+    return (folder / MANIFEST).read_bytes()

@@ -63,6 +63,11 @@ class Layout:
         return self.experts and self.ep * self.tp > 1
 
     @property
+    def sums_experts_apart(self) -> bool:
+        """Return whether experts on a mesh of their own are sharded or have replicas."""
+        return self.experts_on_own_mesh and self.expert_fsdp * self.dp_replicate > 1
+
+    @property
     def max_shard_degree(self) -> int:
         """The largest sharding degree of any parameter."""
         if self.experts_on_own_mesh:

@@ -24,8 +24,6 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, segments
-from titanlite.data.fingerprint import fingerprint as hash_text
-from titanlite.data.remote import at_once
 from titanlite.data.shards import (
     HEADER_BYTES,
     MANIFEST,
@@ -37,10 +35,11 @@ from titanlite.data.shards import (
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import Place
 from titanlite.runtime.cluster import cores
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
+from titanlite.runtime.store import LocalPath
 
 T = TypeVar("T")
 UNIT_BYTES = 16 << 20
@@ -70,7 +69,7 @@ class Unit:
 def prepare(
     sources: dict[str, Documents],
     assets: str,
-    out: Path,
+    out: Place,
     workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     log: Callable[[str], None] = lambda message: None,
@@ -96,7 +95,7 @@ def prepare(
             )
         log(f"{out} is already prepared")
         return existing
-    if not is_remote(out) and out.exists() and any(out.iterdir()):
+    if out.is_taken(MANIFEST):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
@@ -154,23 +153,16 @@ def _groups(items: Iterable[T], limit: int, size_of: Callable[[T], int]) -> Iter
         yield group
 
 
-def staging_folder(out: Path) -> Path:
-    """Return where shards are written first: next to their folder, or in the user's cache for a
-    URL.
+def _open_staging(out: Place, identity: str, log: Callable[[str], None]) -> LocalPath:
+    """Return the folder of finished shards, emptied if it was made from data of another
+    identity.
     """
-    if is_remote(out):
-        return store.user_cache() / f"preparing-{hash_text(str(out))}"
-    return out.parent / f".{out.name}.preparing"
-
-
-def _open_staging(out: Path, identity: str, log: Callable[[str], None]) -> Path:
-    """Return the folder of finished shards, emptied if it was made from other data."""
-    staging = staging_folder(out)
+    staging = out.draft()
     plan_file = staging / ".plan.json"
     plan = json.dumps({"of": identity, "unit_bytes": UNIT_BYTES, "units": UNITS})
     if staging.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
         log(f"{staging} was made from different data; starting over")
-        store.delete(staging)
+        staging.remove()
     staging.mkdir(parents=True, exist_ok=True)
     plan_file.write_text(plan)
     return staging
@@ -274,20 +266,14 @@ def _manifest(
     }
 
 
-def _publish(staging: Path, out: Path, manifest: dict[str, Any], assets: str) -> None:
+def _publish(staging: LocalPath, out: Place, manifest: dict[str, Any], assets: str) -> None:
     for name in TOKENIZER_FILES:
         if assets and (Path(assets) / name).is_file():
-            store.write(staging / name, (Path(assets) / name).read_bytes())
-    for draft in staging.glob("*.draft-*"):  # left by a killed run
+            (staging / name).put((Path(assets) / name).read_bytes())
+    for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
-    store.write(staging / MANIFEST, json.dumps(manifest, indent=1).encode())
-    if is_remote(out):  # the manifest last, since only it makes the shards count
-        names = [name for name in store.list_folder(staging) if name[0] != "." and name != MANIFEST]
-        at_once(lambda name: store.copy(staging / name, out / name), names)
-        store.copy(staging / MANIFEST, out / MANIFEST)
-        store.delete(staging)
-    else:
-        store.publish(staging, out)  # replaces an empty folder of that name
+    (staging / MANIFEST).put(json.dumps(manifest, indent=1).encode())
+    out.publish_draft(MANIFEST)
 
 
 def prepare_in_cache(
@@ -321,7 +307,7 @@ def cached_file(
 
 
 @contextmanager
-def _locked_cache(root: Path, name: str) -> Iterator[Path]:
+def _locked_cache(root: Path, name: str) -> Iterator[LocalPath]:
     """Yield the path of a cache next to the data, or in the user's cache if that is not writable.
 
     One process writes it while the others wait. If the file system has no locks, nobody waits, and
@@ -343,4 +329,4 @@ def _locked_cache(root: Path, name: str) -> Iterator[Path]:
             OSError
         ):  # not the lock of runtime/lock.py, which lasts as long as the process, and never waits
             fcntl.flock(lock_file, fcntl.LOCK_EX)
-        yield folder / name
+        yield LocalPath(folder, name)

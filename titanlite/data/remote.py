@@ -15,7 +15,7 @@ from titanlite.config.urls import is_url
 from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, bring, parse_manifest, put
 from titanlite.errors import OK, UserError, print_notice
 from titanlite.runtime import store
-from titanlite.runtime.bucket import in_own_process, place
+from titanlite.runtime.bucket import bucket_path, in_own_process
 
 _PATIENCE_SECONDS = 5  # at a start
 _THREADS = 32
@@ -42,14 +42,14 @@ def _fetch_index(url: str) -> Path:
 def main(url: str) -> int:
     """Fetch the index of shards and print its local folder, which is named after the manifest."""
     try:
-        root = place(url, _PATIENCE_SECONDS)
+        root = bucket_path(url, _PATIENCE_SECONDS)
         content = b"{}"
         with suppress(FileNotFoundError):
-            content = store.read(root / MANIFEST)
+            content = (root / MANIFEST).read_bytes()
         if parse_manifest(root / MANIFEST, content) is None:
             raise UserError(f"{url} has no {MANIFEST} of `titanlite data prepare`")
         folder = store.user_cache() / "shards" / hashlib.sha256(content).hexdigest()[:16]
-        store.make_folder(folder)
+        folder.make()
         if not (folder / MANIFEST).exists():
             for file in TOKENIZER_FILES:
                 bring(root, folder / file)

@@ -25,7 +25,7 @@ from titanlite.data.megatron import index_of, read_index
 from titanlite.data.olmo import read_table, table_of
 from titanlite.errors import RunFailed, UserError, first_line, remedy
 from titanlite.runtime import store
-from titanlite.runtime.bucket import BucketError, place
+from titanlite.runtime.bucket import BucketError, BucketPath, Place, bucket_path
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
@@ -353,9 +353,9 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
         part += 1
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest that `titanlite data prepare` wrote to a folder; None if there is none, or
-    only that of another program.
+def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
+    """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none,
+    or another's.
     """
     path = folder / MANIFEST
     if path.is_file():
@@ -363,8 +363,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def parse_manifest(path: Path, content: bytes) -> dict[str, Any] | None:
-    """Return the manifest in a file; None if it is that of another program."""
+def parse_manifest(path: Path | Place, content: bytes) -> dict[str, Any] | None:
+    """Return the manifest that a file holds; None if it is another's."""
     try:
         manifest = json.loads(content)
     except ValueError as error:
@@ -381,11 +381,11 @@ class Remote:
 
     def bring(self, path: Path) -> None:
         """Copy a small file next to a shard."""
-        bring(place(self.url), path)
+        bring(bucket_path(self.url), path)
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:
         """Return bytes of a shard."""
-        path: Any = place(self.url) / shard.path.name
+        path = bucket_path(self.url) / shard.path.name
         try:
             content, entry = path.bucket.read_range(path.key, start, size)
         except (BucketError, FileNotFoundError) as error:
@@ -400,11 +400,11 @@ class Remote:
         return content
 
 
-def bring(root: Path, path: Path) -> None:
-    """Copy a small file from a store, unless there is a local copy or the store lacks it."""
+def bring(root: BucketPath, path: Path) -> None:
+    """Copy a small file from a store, unless it is here or not there."""
     with suppress(FileNotFoundError):
         if not path.exists():
-            put(path, store.read(root / path.name))
+            put(path, (root / path.name).read_bytes())
 
 
 def put(path: Path, content: bytes) -> None:

@@ -166,14 +166,12 @@ def _of_another_run(job: Job) -> list[str]:
         return []
     root = checkpoint_root(job.config)
     saved = step_folder(root, committed(root)[-1]) / CONFIG
-    keys = {}
-    if saved.exists():
-        keys = toml_differences(saved.read_text(encoding="utf-8"), to_toml(job.given))
-    found = list[str]()
-    for key in keys:
-        if key.startswith(("model.", "training.dataset", "training.mixture")):
-            found.append(key)
-    return found
+    keys = (
+        toml_differences(saved.read_bytes().decode(), to_toml(job.given)) if saved.exists() else {}
+    )
+    return [
+        key for key in keys if key.startswith(("model.", "training.dataset", "training.mixture"))
+    ]
 
 
 @dataclass

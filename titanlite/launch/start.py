@@ -1,10 +1,10 @@
 """Check what a run starts from, before its workers start."""
 
-from pathlib import Path
-
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
+    committed,
     faults,
+    is_complete,
     is_foreign,
     read_manifest,
     step_folder,
@@ -16,15 +16,17 @@ from titanlite.config.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.config.urls import is_url
 from titanlite.errors import UserError
+from titanlite.runtime.bucket import Place
+from titanlite.runtime.store import LocalPath
 
 
 def check_start(config: JobConfig, job: Job | None = None) -> None:
     """Raise if the checkpoint to start from is missing or damaged, judging by its manifest and file
-    sizes. Without a job, a folder of another format is only checked for existence.
+    sizes, or lies where no run looks. Without a job, a folder of another format is only checked for
+    existence.
     """
     settings = config.checkpoint
-    steps = times(config) if settings.enable else {}
-    path = Path(settings.initial_load_path)
+    steps, path = times(config) if settings.enable else {}, LocalPath(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
         if in_bucket(config):
             return  # the workers look for it there
@@ -45,14 +47,25 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
             return
         try:
             if job:
-                _open_foreign(job, newest)
+                _open_foreign(job, newest.local())
             elif not newest.exists():
                 raise UserError(f"{path} does not exist")
         except UserError as error:
             raise UserError(f"{error}", "checkpoint.initial_load_path") from None
+    elif settings.enable and not steps and not in_bucket(config):
+        _refuse_misplaced(LocalPath(config.job.dump_folder), checkpoint_root(config))
 
 
-def _open_foreign(job: Job, path: Path) -> None:
+def _refuse_misplaced(folder: Place, root: Place) -> None:
+    """Raise if steps were copied next to the folder that a run looks in: it would start over."""
+    whole = [step for step in committed(folder) if is_complete(step_folder(folder, step))]
+    if whole:
+        found = step_folder(folder, whole[-1])
+        why = f"{found} is a checkpoint, and a run looks for its own in {root}: move it there, or "
+        raise UserError(f"{why}give another folder", "job.dump_folder")
+
+
+def _open_foreign(job: Job, path: LocalPath) -> None:
     """Raise if weights of another program do not fit."""
     from titanlite.checkpoint.hf.load import HuggingFaceFolder
     from titanlite.checkpoint.torchtitan.read import TorchTitanCheckpoint
@@ -66,7 +79,7 @@ def _open_foreign(job: Job, path: Path) -> None:
             _ = found.progress  # raises if it is missing
 
 
-def _require_complete(key: str, folder: Path, resumable: bool) -> None:
+def _require_complete(key: str, folder: Place, resumable: bool) -> None:
     try:
         problems = faults(folder, read_manifest(folder, outline=True), resumable=resumable)
     except (CorruptCheckpoint, OSError) as error:

@@ -20,9 +20,9 @@ from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.status import Ended
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
-from titanlite.runtime import store
 from titanlite.runtime.page import EarlyExit, Page, early_exits, read_pages
 from titanlite.runtime.rank_files import SAME_REQUEST_SECONDS, STARTED, STOP, STOP_SIGNALS
+from titanlite.runtime.store import LocalPath
 
 if TYPE_CHECKING:
     from titanlite.launch.node import Node
@@ -105,8 +105,7 @@ class Stopping:
             self.reason = node.decision.stop
             self._asked_at = now
         if self.reason and not (private / STOP).exists():
-            with store.whole_file(private / STOP) as file:
-                file.write(self.reason.encode())
+            LocalPath(private, STOP).put(self.reason.encode())
             if self.reason == CTRL_C:
                 say(
                     "\ntitanlite: Ctrl-C: saving after the current step, then stopping; "

@@ -21,12 +21,11 @@ from torch.distributed.tensor import Shard
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError
-from titanlite.parallel import fsdp_schedule
+from titanlite.parallel import fsdp_schedule, replicated
 from titanlite.parallel.build import Context, shared_names
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.expert_parallel import expert_modules
 from titanlite.parallel.float8 import bytes_all_gather
-from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime import torch_private
 
 
@@ -35,7 +34,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     schedule.
     """
     job = context.job
-    if not _is_needed(job):
+    if not is_needed(job):
         return []
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
@@ -44,7 +43,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         groups.append([modules[name] for name in names])
     if plan.last_is_root:
         groups[plan.last] = [model]
-    experts = {*expert_modules(model, context.table).values()}
+    experts: set[nn.Module] = set()
+    if not fsdp_schedule.experts_are_whole(job):
+        experts = {*expert_modules(model, context.table).values()}
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
@@ -52,15 +53,25 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         for module in experts:
             module.register_forward_pre_hook(_gather_for_backward, prepend=True)
     fsdp_schedule.set_prefetch([group[0] for group in groups], plan)
-    return [_note(job)]
+    return [*replicated.note(context), _note(job)]
 
 
-def _is_needed(job: Job) -> bool:
-    """Return whether parameters are sharded, summed over replicas, cast or offloaded."""
-    training = job.config.training
-    casts = training.mixed_precision_param != training.dtype
-    sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_on_own_mesh
-    return sharded or casts or training.enable_cpu_offload
+def is_needed(job: Job) -> bool:
+    """Return whether any parameter is sharded, summed over replicas, or offloaded."""
+    layout = job.layout
+    sharded = layout.fsdp * layout.dp_replicate > 1 or layout.sums_experts_apart
+    return sharded or job.config.training.enable_cpu_offload
+
+
+def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
+    """Return the parameters of a model part that FSDP2 does not take, and so does not cast."""
+    if not is_needed(context.job):
+        return [*model.parameters()]
+    whole = replicated.replicated_parameters(model, context)
+    if fsdp_schedule.experts_are_whole(context.job):
+        for module in expert_modules(model, context.table).values():
+            whole += module.parameters()
+    return whole
 
 
 def _shard(
@@ -86,7 +97,7 @@ def _shard(
         fully_shard,
         mp_policy=precision,
         offload_policy=offload,
-        ignored_params=set(replicated_parameters(model, context)),
+        ignored_params=set(left_whole(model, context)),
     )
     weights: set[nn.Parameter] = set()
     for module in experts:
@@ -185,7 +196,7 @@ def _note(job: Job) -> str:
         name = f"data parallel with {layout.dp_replicate} replicas"
         if layout.fsdp > 1:
             name += f", each sharded over {layout.fsdp} ranks (HSDP)"
-    if layout.experts_on_own_mesh:
+    if layout.sums_experts_apart:
         name += f", experts on {layout.expert_fsdp}"
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"

@@ -113,7 +113,7 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
 
     They do if other ranks shard them. Both passes need them after their block.
     """
-    if not job.layout.experts_on_own_mesh:
+    if not job.layout.experts_on_own_mesh or experts_are_whole(job):
         return {}
     spec = job.spec
     paths = expert_paths(spec.rules(job.model_config), spec.blocks)
@@ -122,6 +122,13 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
         block = f"{spec.blocks}.{number}"
         experts[block] = [f"{block}.{path}" for path in paths]
     return experts
+
+
+def experts_are_whole(job: Job) -> bool:
+    """Return whether each expert is on one rank alone, with nothing to gather or to sum."""
+    if job.config.training.enable_cpu_offload:
+        return False
+    return job.layout.experts_on_own_mesh and not job.layout.sums_experts_apart
 
 
 def _backward_order(numbered: Sequence[Iterable[int]], last: int) -> tuple[int, ...]:

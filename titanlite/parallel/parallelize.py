@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from titanlite.parallel import (
+    cast,
     compile,
     context_parallel,
     convert,
@@ -13,7 +14,6 @@ from titanlite.parallel import (
     fsdp,
     pipeline_parallel,
     recompute,
-    replicated,
     tensor_parallel,
 )
 from titanlite.parallel.build import Context
@@ -33,7 +33,7 @@ ORDER: tuple[Technique, ...] = (
     expert_parallel.apply,  # splits the experts, which tensor parallel leaves alone
     # wraps attention only: before a block's forward method is recomputed or compiled
     context_parallel.apply,
-    replicated.apply,  # casts the parameters that FSDP2 ignores; innermost, like FSDP2's cast
+    cast.apply,  # the parameters that FSDP2 ignores; innermost, like FSDP2's cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     # outside per-operation recomputation, so that received tokens are kept
     expert_parallel.dispatch,

@@ -13,10 +13,13 @@ def forward_with_converted_params(
 ) -> None:
     """Let a module's forward method see convert(parameter) for its parameters in `names`."""
     original = _Forward(module)
-    own = tuple(names)
+    own = []
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        own.append((f"module.{name}", module.get_submodule(path), attribute))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        converted = {f"module.{name}": convert(getattr(module, name)) for name in own}
+        converted = {name: convert(getattr(owner, attribute)) for name, owner, attribute in own}
         return functional_call(original, converted, args, kwargs)
 
     module.forward = forward  # type: ignore[method-assign]

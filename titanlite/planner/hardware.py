@@ -60,6 +60,8 @@ class Reserve:
     """Memory of a GPU for what no rehearsal counts."""
     allocator: Positive
     """What torch's allocator takes when it has room, as a multiple of a step's peak."""
+    allocator_alone: Positive
+    """The same on a rank that gathers nothing."""
     source: str
 
 

@@ -12,6 +12,7 @@ from titanlite.config.job import Job
 from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.throughput import TokenFlops, flops_per_token
+from titanlite.parallel import fsdp
 from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, with_source
@@ -75,7 +76,9 @@ class Plan:
     @property
     def without_flushes(self) -> float:
         """Return the most bytes that torch's allocator takes if it never flushes its cache."""
-        return self.totals.peak * self.hardware.reserve.allocator
+        reserve = self.hardware.reserve
+        gathers = fsdp.is_needed(self.job)
+        return self.totals.peak * (reserve.allocator if gathers else reserve.allocator_alone)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

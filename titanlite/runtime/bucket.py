@@ -1,5 +1,4 @@
-"""Object stores, accessed with obstore: for a URL, `place` returns an object with the methods of
-Path that checkpoints need.
+"""Object stores, by obstore: `place` returns for a URL what LocalPath is for a folder.
 
 An object is either complete or absent, and nothing is renamed. Every request is bounded in time. A
 fork must not use a store: both the child and its parent would hang.
@@ -7,22 +6,26 @@ fork must not use a store: both the child and its parent would hang.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import math
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 from titanlite.config.urls import LEGAL_URLS, is_url, split_url
 from titanlite.errors import OK, UserError, print_notice
+from titanlite.runtime.store import LocalPath, user_cache
 from titanlite.runtime.store_credentials import options_of
 from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
 
@@ -31,6 +34,7 @@ _TIMEOUT: float = 30  # of one request; less than the time of retries, or a stal
 _RANGE = 32 << 20  # of a download: one request for all would have the time of one
 _MOST_PARTS = 9_000  # stores take 10,000
 _SLOWEST = 2 << 20  # bytes a second, below which an upload is given up
+_IN_USE = ".in-use"
 
 
 @dataclass(frozen=True)
@@ -186,12 +190,13 @@ def _pieces(blocks: Iterable[bytes | memoryview], size: int) -> Iterator[memoryv
 
 @dataclass(frozen=True)
 class BucketPath:
-    """A place in a bucket, with the methods of Path that checkpoints call."""
+    """A place in a bucket, with the methods of LocalPath that checkpoints and shards need."""
 
     bucket: Bucket
     key: str
     entry: Any = field(default=None, compare=False)
-    """The object's entry in a listing, if known."""
+    """What a list says of an object."""
+    renames = False
 
     def __str__(self) -> str:
         return f"{self.bucket.url}/{self.key}".rstrip("/")
@@ -217,11 +222,8 @@ class BucketPath:
         for entry in found["objects"]:
             yield BucketPath(self.bucket, entry["path"], entry)
 
-    def below(self) -> dict[str, Any]:
-        """Return the listing's entry of every object in this folder and below, by name."""
-        with self.bucket.explained():
-            found = [entry for part in self.bucket.call("list", self.key) for entry in part]
-        return {entry["path"][len(self.key) :].lstrip("/"): entry for entry in found}
+    def entries(self) -> dict[str, BucketPath]:
+        return {path.name: path for path in self.iterdir()}
 
     def is_dir(self) -> bool:
         return self.entry is None and any(self.iterdir())
@@ -242,27 +244,151 @@ class BucketPath:
     def read_bytes(self) -> bytes:
         return b"".join(self.bucket.blocks(self.key))
 
-    def unlink(self, missing_ok: bool = True) -> None:
+    def local(self) -> LocalPath:
+        raise UserError(
+            f"{self} must be a folder here: `titanlite checkpoint cp URL FOLDER` copies from one"
+        )
+
+    def blocks(self) -> Iterator[bytes]:
+        return self.bucket.blocks(self.key)
+
+    def put(self, content: bytes) -> None:
+        self.bucket.put(self.key, [content], len(content))
+
+    def put_blocks(self, blocks: Iterable[bytes | memoryview], size: int) -> tuple[int, int]:
+        taken = checksum = 0
+
+        def counted() -> Iterator[bytes | memoryview]:
+            nonlocal taken, checksum
+            for block in blocks:
+                taken += len(block)
+                checksum = zlib.crc32(block, checksum)
+                yield block
+
+        self.bucket.put(self.key, counted(), size)
+        return taken, checksum
+
+    def make(self) -> None: ...
+
+    def unlink(self) -> None:
         with suppress(FileNotFoundError):  # az and gs say so, s3 does not
             self.bucket.call("delete", self.key)
 
     def remove(self) -> None:
-        """Delete an object, or a folder, which some stores list even when empty."""
-        inside = [self / name for name in self.below()]
+        """Delete an object, or a folder, which some stores list when it is empty."""
+        with self.bucket.explained():
+            found = [entry for part in self.bucket.call("list", self.key) for entry in part]
+        inside = [BucketPath(self.bucket, entry["path"]) for entry in found]
         with suppress(FileNotFoundError):
             self.bucket.call("delete", [path.key for path in inside])
         for path in sorted({self, *(p.parent for p in inside)}, key=str, reverse=True):
             path.unlink()
 
+    def is_taken(self, last: str) -> bool:
+        return (self / last).is_file()
 
-def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Path:
-    """Return a folder, or a place in a bucket with the methods of one."""
-    if not is_url(text):
-        return Path(text)
-    if not (found := split_url(text)):
-        raise BucketError(f"{text}: legal: {LEGAL_URLS}")
-    url, key = found
-    return cast(Path, BucketPath(_open(url, patience or _PATIENCE_SECONDS, uploads), key))
+    def staging(self, token: str) -> BucketPath:
+        return self / token
+
+    def discard(self) -> None:
+        """Keep it: the answer to the last file may have been lost."""
+
+    def publish(self, staging: Any, last: str = "", content: bytes = b"") -> None:
+        if not self.bucket.put_if_absent((self / last).key, content):
+            raise FileExistsError(f"{self / last} was put there by another run")
+
+    def withdraw(self, last: str) -> None:
+        (self / last).unlink()
+        self.remove()
+
+    def draft(self) -> LocalPath:
+        return user_cache() / f"preparing-{_hash(self)}"
+
+    def publish_draft(self, last: str) -> None:
+        draft = self.draft()
+        content = (draft / last).read_bytes()
+        (draft / last).remove()
+        copy_below(draft, self)
+        (self / last).put(content)
+        draft.remove()
+
+    @contextmanager
+    def fetched(
+        self, names: Iterable[str], bring: Callable[[BucketPath, LocalPath], object], state: object
+    ) -> Iterator[LocalPath]:
+        """Bring them once for all processes of a node, which knows them by the folder's state; they
+        stay while one uses them.
+        """
+        folder = self._cache(state)
+        folder.make()
+        with _locked(folder / _IN_USE, fcntl.LOCK_SH):
+            for name in names:
+                with _locked(folder / f".{name}.lock", fcntl.LOCK_EX):
+                    if not (folder / name).exists():
+                        draft = folder / f".{name}.part"
+                        bring(self / name, draft)
+                        draft.rename(folder / name)
+            yield folder
+
+    def forget(self, state: object) -> None:
+        folder = self._cache(state)
+        with suppress(OSError), _locked(folder / _IN_USE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            folder.remove()
+
+    def _cache(self, state: object) -> LocalPath:
+        return user_cache() / "checkpoints" / _hash(f"{self} {state}")
+
+    def free_bytes(self) -> int:
+        return sys.maxsize
+
+
+@contextmanager
+def _locked(path: LocalPath, kind: int) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def _hash(of: object) -> str:
+    return hashlib.sha256(f"{of}".encode()).hexdigest()[:16]
+
+
+Place: TypeAlias = LocalPath | BucketPath
+"""Where files are: a use is right if both kinds have it."""
+
+
+def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Place:
+    """Return the place that a path or a URL names."""
+    return bucket_path(text, patience, uploads) if is_url(text) else LocalPath(text)
+
+
+def bucket_path(url: str, patience: float = 0, uploads: Uploads = Uploads()) -> BucketPath:
+    """Return the place that a URL names."""
+    if not (found := split_url(url)):
+        raise BucketError(f"{url}: legal: {LEGAL_URLS}")
+    bucket, key = found
+    return BucketPath(_open(bucket, patience or _PATIENCE_SECONDS, uploads), key)
+
+
+def copy(path: Place, target: Place) -> tuple[int, int]:
+    """Copy a file; return the size and checksum of the copy."""
+    return target.put_blocks(path.blocks(), path.stat().st_size)
+
+
+def copy_below(folder: Place, target: Place) -> None:
+    """Copy the files in a folder and below."""
+
+    def files_below(folder: Place, target: Place) -> Iterator[tuple[Place, Place]]:
+        target.make()
+        for name, path in folder.entries().items():
+            if path.is_dir():
+                yield from files_below(path, target / name)
+            else:
+                yield path, target / name
+
+    files = list(files_below(folder, target))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda pair: copy(*pair), files))
 
 
 @cache
@@ -270,28 +396,24 @@ def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
     return Bucket(url, patience, uploads)
 
 
-def local_folder(text: str) -> Path:
-    """Return a local folder; refuse a URL."""
+def local_folder(text: str) -> LocalPath:
+    """Return a folder of this machine, where no URL is accepted."""
     if is_url(text):
         raise UserError(f"{text}: legal: a folder here, which the store's own command can upload")
-    return Path(text)
-
-
-def is_remote(path: object) -> bool:
-    return isinstance(path, BucketPath)
+    return LocalPath(text)
 
 
 def check(url: str, patience: float = 5) -> None:
     """Raise unless this process may list, write, read and delete there, and the store can refuse to
     overwrite an object.
     """
-    root: Any = place(url, patience)
+    root = bucket_path(url, patience)
     probe = root / f".probe-{uuid4().hex}"
     what = "list"
     try:
         root.is_dir()
         what = "write"
-        probe.bucket.put(probe.key, [b"titanlite"], 0)
+        probe.put(b"titanlite")
         overwrites = probe.bucket.put_if_absent(probe.key, uuid4().bytes)
         what = "read"
         try:

@@ -1,172 +1,142 @@
-"""Every file-system call of checkpoints outside safetensors, for a folder that all ranks share.
+"""Places of files in a file system; bucket.py has the other kind, with the same methods.
 
-`checkpoint/commit.py` relies on the following: when `write`, `sync` and `rename` return, the data
-or the new name is on disk, and `rename` is atomic. All functions but `write_blocks`, `whole_file`,
-`sync`, `rename` and those about a file system also take places in buckets (bucket.py). There,
-`publish` creates the manifest, and an object is either complete or absent.
+`checkpoint/commit.py` relies on this: what was written is on the disk when the call returns, the
+same holds for the new name that `rename` gives, and `rename` is atomic. A bucket renames nothing:
+there an object is whole or not there, and the last one that is put names the others.
 """
+
+from __future__ import annotations
 
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import BinaryIO
-
-from titanlite.errors import UserError
-from titanlite.runtime.bucket import BucketPath
-
-is_writable = partial(os.access, mode=os.W_OK)
+from pathlib import Path, PosixPath
+from typing import Any, BinaryIO
 
 
-def make_folder(folder: Path) -> None:
-    if not isinstance(folder, BucketPath):  # which has none
-        os.makedirs(folder, exist_ok=True)
+class LocalPath(PosixPath):
+    """A file or folder, with what a BucketPath does in another way."""
 
-
-def staging_folder(target: Path, token: str) -> Path:
-    """Return where a folder's files are written until it is published."""
-    if isinstance(target, BucketPath):
-        return target / token
-    return target.with_name(f".{target.name}.{token}.staging")
-
-
-def user_cache() -> Path:
-    """Return the user's cache folder; its content can be recreated."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
-
-
-@contextmanager
-def draft_folder() -> Iterator[Path]:
-    """Yield an empty folder in the user's cache, which is deleted at the end."""
-    make_folder(user_cache())
-    with TemporaryDirectory(dir=user_cache()) as name:
-        yield Path(name)
-
-
-def exists(path: Path) -> bool:
-    return path.exists()
-
-
-def is_folder(path: Path) -> bool:
-    return path.is_dir()
-
-
-def read(path: Path) -> bytes:
-    return path.read_bytes()
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size
-
-
-def modified(path: Path) -> float:
-    return path.stat().st_mtime
-
-
-def list_folder(folder: Path) -> dict[str, Path]:
-    """Return the entries of a folder by name; none if it does not exist."""
-    return {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
-def same_file_system(folder: Path, other: Path) -> bool:
-    return folder.stat().st_dev == other.stat().st_dev
-
-
-def crc32(path: Path) -> int:
-    """Return the checksum of a file, read in blocks."""
-    checksum = 0
-    for block in _blocks(path):
-        checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    if isinstance(path, BucketPath):
-        yield from path.bucket.blocks(path.key)
-        return
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            yield block
-
-
-def write(path: Path, content: bytes) -> None:
-    if isinstance(path, BucketPath):
-        path.bucket.put(path.key, [content], len(content))
-        return
-    path.write_bytes(content)
-    sync(path)
-
-
-def write_and_sum(
-    path: Path, blocks: Iterable[bytes | memoryview], expected: int
-) -> tuple[int, int]:
-    """Write a large file of about this size; return its size and checksum."""
-    if isinstance(path, BucketPath):
-        counted = Counted(blocks)
-        path.bucket.put(path.key, counted, expected)
-        return counted.size, counted.crc32
-    write_blocks(path, blocks)
-    # Summed after the write: the checksum is of the file's content, and the disk works meanwhile.
-    return sync_and_sum(path)
-
-
-class Counted:
-    """Blocks, and the size and checksum of those consumed so far."""
-
-    def __init__(self, blocks: Iterable[bytes | memoryview]) -> None:
-        self._blocks = blocks
-        self.size = self.crc32 = 0
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for block in self._blocks:
-            self.size += len(block)
-            self.crc32 = zlib.crc32(block, self.crc32)
-            yield block
-
-
-def write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a large file from its blocks, without syncing it to disk."""
-    with path.open("wb") as file:
-        file.writelines(blocks)
-
-
-def copy(path: Path, target: Path) -> tuple[int, int]:
-    """Copy a file, possibly from or to a bucket; return its size and checksum."""
-    counted = Counted(_blocks(path))
-    if isinstance(target, BucketPath):
-        target.bucket.put(target.key, counted, size(path))
-    else:
-        write_blocks(target, counted)
-        sync(target)
-    return counted.size, counted.crc32
-
-
-def copy_below(source: Path, sizes: Mapping[str, int], target: Path) -> None:
-    """Copy the files with these names and sizes that a folder lacks; each appears only when
-    complete.
+    renames = True
+    """Whether a folder gets its name once it is whole, and there may be locks; otherwise it is
+    whole once its last file is there.
     """
 
-    def bring(name: str) -> None:
-        path = target / name
-        if path.exists():
-            return
-        make_folder(path.parent)
-        draft = path.with_name(f".{path.name}.part")
-        if copy(source / name, draft)[0] != sizes[name]:
-            raise UserError(f"{source / name} changed while it was copied")
-        rename(draft, path)
+    def __reduce__(self) -> Any:
+        """Be pickled as a Path: torch's DCP puts its folder into `.metadata`, which others read."""
+        return Path, self.parts
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(bring, sizes))
+    def local(self) -> LocalPath:
+        """Return the path of this machine, for a library that needs one; raise if there is none."""
+        return self
+
+    def entries(self) -> dict[str, LocalPath]:
+        """Return what is in a folder by name; nothing if it does not exist."""
+        return {path.name: path for path in self.iterdir()} if self.is_dir() else {}
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the content of a file."""
+        with self.open("rb", buffering=0) as file:
+            yield from iter(partial(file.read, 1 << 20), b"")
+
+    def put(self, content: bytes) -> None:
+        """Write a small file, which is whole in its old or new content."""
+        with whole_file(self) as file:
+            file.write(content)
+
+    def put_blocks(self, blocks: Iterable[bytes | memoryview], size: int) -> tuple[int, int]:
+        """Write a large file of about this size; return its size and checksum."""
+        with self.open("wb") as file:
+            file.writelines(blocks)
+        # Summed after the write: the checksum is of the file's content, and the disk works
+        # meanwhile.
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(sync, self)
+            checksum = crc32(self.blocks())
+            synced.result()
+        return self.stat().st_size, checksum
+
+    def make(self) -> None:
+        """Make a folder, where there are any."""
+        os.makedirs(self, exist_ok=True)
+
+    def remove(self) -> None:
+        """Delete a file, a link but not its target, or a folder with what it holds, if it is
+        there.
+        """
+        if self.is_dir() and not self.is_symlink():
+            shutil.rmtree(self)
+        else:
+            self.unlink(missing_ok=True)
+
+    def is_taken(self, last: str) -> bool:
+        """Return whether there is a folder, by the file that is put last, and not its remains."""
+        return self.is_file() or bool(self.entries())
+
+    def staging(self, token: str) -> LocalPath:
+        """Return where all ranks write the files of a folder until it is published."""
+        return self.with_name(f".{self.name}.{token}.staging")
+
+    def discard(self) -> None:
+        """Delete a staging folder after a failure, which may have been a full disk."""
+        self.remove()
+
+    def publish(self, staging: Any, last: str = "", content: bytes = b"") -> None:
+        """Give a folder its name once its files are on the disk: it is whole or not there. An
+        empty folder of that name is replaced.
+        """
+        sync(staging)
+        rename(staging, self)
+
+    def withdraw(self, last: str) -> None:
+        """Delete a published folder: first its name, so that half of one is never taken for a whole
+        one.
+
+        If it is a link to another place, such as an archive, only the link is deleted.
+        """
+        deleted = self.with_name(f".{self.name}.deleted")
+        rename(self, deleted)
+        if not deleted.is_symlink():
+            (deleted / last).remove()
+        deleted.remove()
+
+    def draft(self) -> LocalPath:
+        """Return where a process makes this folder, and goes on with it after it was killed."""
+        return self.with_name(f".{self.name}.preparing")
+
+    def publish_draft(self, last: str) -> None:
+        """Publish the folder that was made there."""
+        self.publish(self.draft())
+
+    def fetched(
+        self, names: Iterable[str], bring: Callable[[LocalPath, LocalPath], object], state: object
+    ) -> AbstractContextManager[LocalPath]:
+        """Yield a folder of this machine with these files."""
+        return nullcontext(self)
+
+    def forget(self, state: object) -> None:
+        """Delete what was fetched, unless another process uses it."""
+
+    def free_bytes(self) -> int:
+        """Return for how many bytes there is room."""
+        return shutil.disk_usage(self).free
+
+
+def user_cache() -> LocalPath:
+    """Return the user's folder of what can be made again."""
+    return LocalPath(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
+
+
+def crc32(blocks: Iterable[bytes]) -> int:
+    """Return the checksum of a file, read in blocks."""
+    checksum = 0
+    for block in blocks:
+        checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 @contextmanager
@@ -177,30 +147,6 @@ def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
         yield file
     sync(draft)
     rename(draft, path)
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Replace a small file atomically."""
-    if isinstance(path, BucketPath):
-        write(path, content)
-        return
-    with whole_file(path) as file:
-        file.write(content)
-
-
-def publish(staging: Path, target: Path, name: str = "", content: bytes = b"") -> None:
-    """Give a folder its name once its files are on disk, so that it is either complete or absent.
-
-    In a bucket the files stay where they are, and a file that names their folder is created next to
-    it.
-    """
-    if isinstance(target, BucketPath):
-        last = target / name
-        if not last.bucket.put_if_absent(last.key, content):
-            raise FileExistsError(f"{last} was put there by another run")
-        return
-    sync(staging)
-    rename(staging, target)
 
 
 def share(path: Path) -> None:
@@ -219,26 +165,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_and_sum(path: Path) -> tuple[int, int]:
-    """Sync a file to disk; meanwhile compute its checksum, and return its size and checksum."""
-    with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(sync, path)
-        checksum = crc32(path)
-        synced.result()
-    return size(path), checksum
-
-
 def rename(path: Path, target: Path) -> None:
     """Rename a file or folder; a file with the new name is replaced."""
     path.replace(target)
     sync(target.parent)
-
-
-def delete(path: Path) -> None:
-    """Delete a file, a link (not its target), or a folder with its content, if it exists."""
-    if isinstance(path, BucketPath):
-        path.remove()
-    elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -27,8 +26,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.config.options import Options, declare_commands
 from titanlite.data.tokenizer import printable
 from titanlite.errors import UserError, format_bytes, format_table, some_of
-from titanlite.runtime import store
-from titanlite.runtime.bucket import local_folder, place
+from titanlite.runtime.bucket import Place, local_folder, place
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.checkpoint_cp import copy
 from titanlite.tools.checkpoint_hf import export, import_folder
 from titanlite.tools.load import (
@@ -75,8 +74,8 @@ def _ls(arguments: Namespace) -> int:
         if problems:
             state = f"damaged: {problems[0]}"
         state += _describe_base(manifest)
-        if store.exists(folder / MANIFEST):
-            age = _age(time.time() - store.modified(folder / MANIFEST))
+        if (folder / MANIFEST).exists():
+            age = _age(time.time() - (folder / MANIFEST).stat().st_mtime)
         rows.append((folder.name, size, mesh, age, state))
     _print_table(("step", "size", "mesh", "age", "state"), rows)
     return 0
@@ -108,12 +107,12 @@ def _describe_base(manifest: Manifest | None) -> str:
     if not manifest or not manifest.base:
         return ""
     folder = place(manifest.base.folder)
-    is_there = store.exists(folder / MANIFEST) or store.exists(folder / "config.json")
+    is_there = (folder / MANIFEST).exists() or (folder / "config.json").exists()
     return f"; its base, {folder}, is {'there' if is_there else 'NOT there'}"
 
 
-def _check(folder: Path, full: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, if readable, and the faults of the folder."""
+def _check(folder: Place, full: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest, if it can be read, and the faults of the folder."""
     try:
         manifest = read_manifest(folder)
         if full:
@@ -166,9 +165,10 @@ def _diff(arguments: Namespace) -> int:
     manifests = [*map(read_manifest, sides)]
     names = sorted({*chain(*(manifest.tensors for manifest in manifests))})
     with ExitStack() as stack:
-        folders = [stack.enter_context(brought(side)) for side in sides]
-        differences = [(name, _difference(name, sides, folders, manifests)) for name in names]
-        a, b = (read_state(folder)["numbers"] for folder in folders)
+        for side in sides:
+            stack.enter_context(brought(side))
+        differences = [(name, _difference(name, sides, manifests)) for name in names]
+    a, b = (read_state(side)["numbers"] for side in sides)
     rows = [row for row in differences if row[1]]
     numbers = sum(a.get(key) != b.get(key) for key in a.keys() | b.keys())
     if not rows and not numbers:
@@ -180,9 +180,7 @@ def _diff(arguments: Namespace) -> int:
     return 1
 
 
-def _difference(
-    name: str, sides: Sequence[Path], folders: Sequence[Path], manifests: Sequence[Manifest]
-) -> str:
+def _difference(name: str, sides: Sequence[Place], manifests: Sequence[Manifest]) -> str:
     """Describe how a tensor of two checkpoints differs, or return an empty string."""
     from titanlite.checkpoint.load import load_tensors
 
@@ -194,8 +192,8 @@ def _difference(
     if kinds[0] != kinds[1]:
         return ", ".join(kinds)
     a, b = (
-        load_tensors(folder, [name], manifest)[name]
-        for folder, manifest in zip(folders, manifests, strict=True)
+        load_tensors(side, [name], manifest)[name]
+        for side, manifest in zip(sides, manifests, strict=True)
     )
     if a.equal(b):
         return ""
@@ -204,8 +202,8 @@ def _difference(
     return f"{count}, by {distance.max():.3g} at most"
 
 
-def _environment(folder: Path) -> tuple[str, str]:
-    """Return the mesh and the versions that wrote a checkpoint, as far as they are readable."""
+def _environment(folder: Place) -> tuple[str, str]:
+    """Return the mesh and the versions that wrote a checkpoint, as far as they can be read."""
     try:
         environment = json.loads(read_document(folder, ENVIRONMENT))
     except (OSError, ValueError, CorruptCheckpoint):
@@ -233,7 +231,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "list steps, size, mesh, age and state",
         "ls outputs --full",
         {
-            "[FOLDER]": (_ALL + _DEFAULT, place, Path("outputs")),
+            "[FOLDER]": (_ALL + _DEFAULT, place, LocalPath("outputs")),
             "--full": "read every byte",
         },
     ),
@@ -241,13 +239,13 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         _verify,
         "read every byte; exit code 1 if a checksum differs",
         "verify outputs",
-        {"[FOLDER …]": (_ALL + _DEFAULT, place, [Path("outputs")])},
+        {"[FOLDER …]": (_ALL + _DEFAULT, place, [LocalPath("outputs")])},
     ),
     "show": (
         _show,
         "print the step, the position in the data, tensors and config",
         "show outputs",
-        {"[FOLDER]": (_PLACE[0] + _DEFAULT, place, Path("outputs"))},
+        {"[FOLDER]": (_PLACE[0] + _DEFAULT, place, LocalPath("outputs"))},
     ),
     "diff": (
         _diff,
@@ -295,9 +293,9 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         "copy checkpoints between folders and object stores, verified",
         "cp outputs s3://bucket/run",
         {
-            "FROM": (f"{_PLACE[0]}; or the URL of a folder of Hugging Face or TorchTitan", place),
+            "FROM": (f"{_PLACE[0]}; or a folder of Hugging Face or TorchTitan", place),
             "TO": (
-                "the folder or URL in which step-N will be, from a URL the dump folder of a run; "
+                "the folder or URL in which step-N will be, such as a run's outputs/checkpoint; "
                 "the copy of a Hugging Face folder",
                 place,
             ),

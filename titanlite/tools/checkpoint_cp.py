@@ -3,7 +3,6 @@
 import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.manifest import (
@@ -15,23 +14,17 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from titanlite.config.checkpoint_schema import Checkpoint
 from titanlite.errors import UserError, format_bytes
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import Place
 from titanlite.tools.checkpoint_hf import copy_folder
 from titanlite.tools.load import find_checkpoint, find_checkpoints, track_files, whole_manifest
-
-DEFAULT_FOLDER = Checkpoint().folder
 
 
 def copy(arguments: Namespace) -> int:
     """Run the sub-command."""
     given, root = arguments.__dict__["from"], arguments.to
-    if is_remote(given) and (store.exists(given / "config.json") or is_foreign(given)):
+    if not given.is_file() and ((given / "config.json").exists() or is_foreign(given)):
         return copy_folder(given, root)
-    if is_remote(given) and not is_remote(root):
-        root = _where_a_run_looks(root)
     if not arguments.all:
         _copy(find_checkpoint(given), root)
         return 0
@@ -45,15 +38,8 @@ def copy(arguments: Namespace) -> int:
     return int(damaged)
 
 
-def _where_a_run_looks(folder: Path) -> Path:
-    """Return the folder of checkpoints in a dump folder, which need not exist."""
-    if folder.name == DEFAULT_FOLDER or committed(folder):
-        return folder
-    return folder / DEFAULT_FOLDER
-
-
-def _copy(source: Path, root: Path) -> None:
-    """Copy a checkpoint to a folder of checkpoints, unless it is already there."""
+def _copy(source: Place, root: Place) -> None:
+    """Copy a checkpoint into a folder of them, unless it is there."""
     from titanlite.checkpoint.commit import publish_step, staging_folder
 
     manifest = whole_manifest(source)
@@ -61,10 +47,10 @@ def _copy(source: Path, root: Path) -> None:
     if transfer.is_copy(source, target):
         print(f"{source} is in {target} already, by its manifest and sizes")
         return
-    if store.exists(target / MANIFEST if is_remote(root) else target):
+    if target.is_taken(MANIFEST):
         raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
-    store.delete(target)  # what a killed copy left in a bucket
-    store.make_folder(root)
+    target.remove()  # what a killed copy left in a bucket
+    root.make()
     with staging_folder(target, None, "the copy") as staging:
         files = track_files(manifest.files.items())
         transfer.copy_files(source / manifest.attempt, staging, files)

@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     committed,
     is_foreign,
+    read_document,
 )
 from titanlite.checkpoint.resume import saved_model
 from titanlite.checkpoint.torchtitan.names import Names
@@ -23,13 +24,12 @@ from titanlite.config.config_json import read_config
 from titanlite.config.load import DEFAULT_CONFIG, load_valid, parse_command_line
 from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.toml import to_toml
-from titanlite.data.fingerprint import fingerprint
-from titanlite.errors import UserError, format_bytes, print_notice
+from titanlite.errors import UserError, print_notice
 from titanlite.observe.progress import Progress, progress_bar
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import Adapters
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.bucket import Place, copy_below
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.checkpoint_torchtitan import export_dcp
 from titanlite.tools.load import brought, find_checkpoint, whole_manifest
 
@@ -44,16 +44,18 @@ def export(arguments: Namespace) -> int:
     out = arguments.out
     _refuse_existing(out)
     folder = find_checkpoint(arguments.folder)
-    with brought(folder) as source:
-        contents = None if arguments.verify == "full" else ()
-        manifest = whole_manifest(source, contents, "; nothing was exported")
-        _export(source, manifest, out, arguments)
+    with brought(folder) as files:
+        manifest = whole_manifest(folder, arguments.verify == "full", "; nothing was exported")
+        config = load_valid(parse_command_line(["--config", str(files / CONFIG)], {})).config
+        _export(folder, manifest, config, out, arguments)
     print(f"exported step {manifest.step}: {out}")
     return 0
 
 
-def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace) -> None:
-    """Write the weights to a folder."""
+def _export(
+    folder: Place, manifest: Manifest, config: JobConfig, target: LocalPath, arguments: Namespace
+) -> None:
+    """Write the weights into a folder."""
     import torch
 
     from titanlite.checkpoint.hf.export import export as write_export
@@ -63,12 +65,11 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
     def read(name: str) -> torch.Tensor:
         return load_tensors(folder, [name], manifest)[name]
 
-    config = load_valid(parse_command_line(["--config", str(folder / CONFIG)], {})).config
     dtype = getattr(torch, arguments.dtype or config.checkpoint.export_dtype)
     with progress_bar("tensors", "exporting: ") as show:
         if arguments.format == "safetensors":
             tensors = plain_tensors(manifest, dtype)
-            documents = {CONFIG: store.read(folder / CONFIG)}
+            documents = {CONFIG: read_document(folder, CONFIG)}
             fetch = _counted(weights_of(folder, manifest), len(tensors), show)
             write_export(target, tensors, documents, fetch)
             if manifest.base:
@@ -85,9 +86,9 @@ def _export(folder: Path, manifest: Manifest, target: Path, arguments: Namespace
 
 
 def _export_hf(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
-    target: Path,
+    target: LocalPath,
     arguments: Namespace,
     config: JobConfig,
     dtype: torch.dtype,
@@ -120,8 +121,8 @@ def _export_hf(
     write_export(target, translation.hf_tensors(dtype), documents, fetch)
 
 
-def _refuse_existing(out: Path) -> None:
-    if store.exists(out):
+def _refuse_existing(out: LocalPath) -> None:
+    if out.exists():
         raise UserError(f"{out} exists, and an export overwrites nothing")
 
 
@@ -139,8 +140,8 @@ def _counted(
     return fetch
 
 
-def _model(folder: Path, config: JobConfig, package: str) -> tuple[ModelSpec, Any]:
-    """Return the spec and flavor of a checkpoint's model."""
+def _model(folder: Place, config: JobConfig, package: str) -> tuple[ModelSpec, Any]:
+    """Return the model that a checkpoint has weights of."""
     from titanlite.registry import get_model
 
     if config.model.package and not package:
@@ -213,30 +214,24 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
     return 0
 
 
-def copy_folder(source: Any, target: Path) -> int:
-    """Copy a folder of another program from an object store; files of a killed copy are reused."""
-    if is_remote(target) or store.exists(target):
+def copy_folder(source: Place, target: Place) -> int:
+    """Copy a folder of others."""
+    from titanlite.checkpoint.commit import staging_folder
+
+    folder = target.local()
+    if folder.exists():
         raise UserError(
-            f"{target}: a folder of Hugging Face or TorchTitan is copied into a new folder here"
+            f"{folder}: a folder of Hugging Face or TorchTitan is copied into a new folder here"
         )
-    entries = source.below()
-    sizes = {name: entry["size"] for name, entry in entries.items()}
-    draft = target.with_name(f".{target.name}.{_state_of(source, entries)}.part")
-    store.copy_below(source, sizes, draft)
-    store.rename(draft, target)
-    size = format_bytes(sum(sizes.values()))
-    print(f"{source} is now in {target}: {len(sizes)} files, {size}")
+    with staging_folder(folder, None, "the copy") as staging:
+        copy_below(source, staging)
+        folder.publish(staging)
+    print(f"{source} is now in {folder}")
     return 0
 
 
-def _state_of(root: Path, entries: Mapping[str, Any]) -> str:
-    """Hash the listing of files below a place."""
-    tags = [(name, e["size"], e.get("e_tag") or e["last_modified"]) for name, e in entries.items()]
-    return fingerprint(f"{root} {sorted(tags)}")
-
-
-def _of_folder(source: Path, argv: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a command line for the folder's own model, unless a config or flavor is given."""
+def _of_folder(source: LocalPath, argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Return a command line with the folder's own model, unless a config or a flavor is given."""
     line = parse_command_line(argv, environ)
     is_default = line.files == [DEFAULT_CONFIG] and not line.names_files
     if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import ENVIRONMENT, Manifest, read_document, read_state
 from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError, print_notice
-from titanlite.runtime import store
+from titanlite.runtime.bucket import Place
+from titanlite.runtime.store import LocalPath
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.torchtitan.write import Read
@@ -25,9 +25,9 @@ _OPTIMIZERS = ("AdamW", "Adam")
 
 
 def export_dcp(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
-    target: Path,
+    target: LocalPath,
     config: JobConfig,
     names: Names,
     read: Read,
@@ -48,14 +48,14 @@ def export_dcp(
     elif for_torchtitan:
         extras = _extras(folder, config, state, names)
     with staging_folder(target, None, f"the export to {target}") as staging:
-        write(staging, manifest, state["numbers"], names, read, extras)
-        store.publish(staging, target)
+        write(staging.local(), manifest, state["numbers"], names, read, extras)
+        target.publish(staging)
     if extras:
         print_notice(_RESUMES.format(target))
 
 
 def _extras(
-    folder: Path, config: JobConfig, state: dict[str, Any], names: Names
+    folder: Place, config: JobConfig, state: dict[str, Any], names: Names
 ) -> dict[str, dict[str, Any]]:
     """Return what TorchTitan's trainer needs to resume besides tensors."""
     import torch

@@ -18,14 +18,14 @@ from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.urls import is_url
 from titanlite.data.documents import SUFFIXES, Documents, text_files
-from titanlite.data.prepare import prepare, staging_folder
+from titanlite.data.prepare import prepare
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
 from titanlite.runtime import lock
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import place
 from titanlite.runtime.cluster import cores
 
 
@@ -71,13 +71,11 @@ def _prepare(arguments: Namespace) -> int:
     _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
-    is_url = is_remote(arguments.out)
-    target = staging_folder(arguments.out) if is_url else arguments.out
-    lock_file = target.parent / f".{target.name}.lock"
+    lock_file = arguments.out.draft().with_suffix(".lock")
     try:
-        lock.take(lock_file, str(target))
+        lock.take(lock_file, str(arguments.out))
     except OSError as error:
-        raise UserError(f"{target} cannot be written to: {error}") from None
+        raise UserError(f"{arguments.out} cannot be written to: {error}") from None
     options = arguments.tokenizer, arguments.out, arguments.workers
     try:
         with progress_bar("bytes") as report:

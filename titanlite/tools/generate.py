@@ -13,7 +13,6 @@ from titanlite.checkpoint.manifest import read_state
 from titanlite.config.options import declare, positive_int
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer, printable, require_tokenizer
 from titanlite.errors import UserError, print_notice
-from titanlite.runtime import store
 from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
 SMALL = 10_000_000
@@ -57,7 +56,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if not 0 < top_p <= 1:
         raise UserError(f"--top-p {top_p:g}: must be above 0 and at most 1")
     is_mistyped = overrides and overrides[0].startswith("-") and "." not in overrides[0]
-    if arguments.dump and not is_mistyped and not store.exists(arguments.dump):
+    if arguments.dump and not is_mistyped and not arguments.dump.exists():
         words = [str(arguments.dump), *takewhile(lambda word: word[:1] != "-", overrides)]
         meant = shlex.quote(" ".join(words))
         raise UserError(f"{arguments.dump} does not exist; a text to continue is --prompt {meant}")

@@ -9,7 +9,7 @@ from titanlite.config.load import SHIPPED
 from titanlite.config.options import declare
 from titanlite.errors import UserError, command_line
 from titanlite.registry import model_names
-from titanlite.runtime import store
+from titanlite.runtime.store import LocalPath
 
 TEMPLATES = Path(__file__).with_name("project")
 FILES = {
@@ -30,14 +30,14 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Write the project, and print how to train it."""
     name = arguments.name
     _check(name)
-    staging = Path(f".{name}.new")
-    store.delete(staging)
+    staging = LocalPath(f".{name}.new")
+    staging.remove()
     for path, content in _files(name).items():
         target = staging / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content, encoding="utf-8")
-    store.publish(staging, Path(name))
-    print(f"{name}/ has a model, its config and its test; its README.md explains them\n")
+    LocalPath(name).publish(staging)
+    print(f"{name}/ has a model, its config and its proof; README.md there is a page about it\n")
     print(f"  cd {name}")
     print("  " + command_line("titanlite", "train", "--config", f"{name}.toml"))
     return 0

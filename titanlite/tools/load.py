@@ -7,14 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
     FOREIGN,
-    MANIFEST,
     STATE,
     CorruptCheckpoint,
     File,
@@ -28,15 +26,15 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.resume import Resume, saved_model
 from titanlite.checkpoint.root import checkpoint_root, checkpoints_of, saved_root
 from titanlite.checkpoint.rules import check_model
-from titanlite.checkpoint.transfer import copy_files, fetched, flat_manifest
+from titanlite.checkpoint.transfer import fetched, forget, mismatches
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, parse_command_line
 from titanlite.config.load import load as load_config
 from titanlite.config.options import declare
 from titanlite.errors import UserError, command_line, some_of
 from titanlite.observe.progress import track
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote, place
+from titanlite.runtime.bucket import Place, place
+from titanlite.runtime.store import LocalPath
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -59,7 +57,7 @@ It is read with its own config, unless there is --config"""
     declare(parser, options)
 
 
-def named_model(arguments: Namespace) -> Path | None:
+def named_model(arguments: Namespace) -> Place | None:
     """Return the place that a command line names."""
     dump, checkpoint = arguments.dump, arguments.checkpoint
     if dump and checkpoint:
@@ -82,9 +80,9 @@ def load(
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)
 
 
-def saved_job(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
-    """Return the job of a saved model and its checkpoint, with the checkpoint's config unless
-    another is named.
+def saved_job(checkpoint: Place | None, overrides: Sequence[str]) -> tuple[Job, Place]:
+    """Return the job of a saved model and its checkpoint: with the checkpoint's own config, unless
+    one is named.
     """
     with _threads_that_wait():
         job, folder = _find_saved(checkpoint, overrides)
@@ -106,7 +104,7 @@ def _threads_that_wait() -> Iterator[None]:
             del os.environ[_WAITING]
 
 
-def _find_saved(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job, Path]:
+def _find_saved(checkpoint: Place | None, overrides: Sequence[str]) -> tuple[Job, Place]:
     given = parse_command_line([*overrides], os.environ)
     if given.faults:
         raise ConfigError(given.faults)
@@ -116,7 +114,7 @@ def _find_saved(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job,
         config = job.config if job else load_config(given).config
         checkpoint = checkpoint_root(config)
         if not job and not committed(checkpoint):  # the run there may have set checkpoint.folder
-            checkpoint = place(saved_root(Path(config.job.dump_folder)))
+            checkpoint = place(saved_root(LocalPath(config.job.dump_folder)))
         if not committed(checkpoint):
             raise UserError(
                 f"there is no checkpoint in {checkpoint} yet; name the run's dump folder"
@@ -138,8 +136,8 @@ def _find_saved(checkpoint: Path | None, overrides: Sequence[str]) -> tuple[Job,
     return job_from(loaded, world=None, training=False), folder
 
 
-def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
-    """Return the job's model on one device with a checkpoint's weights, verified according to
+def load_model(job: Job, folder: Place, device: torch.device) -> torch.nn.Module:
+    """Return the job's model on one device with a checkpoint's weights, checked by
     checkpoint.verify_on_load.
     """
     from titanlite.checkpoint.base import BaseWeights
@@ -148,9 +146,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     from titanlite.parallel.build import build_model
     from titanlite.parallel.init import allocate
 
-    manifest = whole_manifest(
-        folder, None if job.config.checkpoint.verify_on_load == "full" else ()
-    )
+    manifest = whole_manifest(folder, job.config.checkpoint.verify_on_load == "full")
     exclude = job.config.checkpoint.exclude_from_loading
     check_model(folder, saved_model(folder), job.spec, job.model_config, exclude)
     model, _ = build_model(job)
@@ -163,7 +159,7 @@ def load_model(job: Job, folder: Path, device: torch.device) -> torch.nn.Module:
     return model
 
 
-def find_checkpoints(path: Path) -> list[Path]:
+def find_checkpoints(path: Place) -> list[Place]:
     """Return a checkpoint, or those of a folder or a run, oldest first."""
     if path.is_file():
         raise UserError(f"{path} is a file; name the checkpoint's folder")
@@ -176,48 +172,48 @@ def find_checkpoints(path: Path) -> list[Path]:
     return folders
 
 
-def _why_none(path: Path) -> str:
-    """Return why a place has no checkpoint, and what the user may have meant."""
-    if not store.exists(path):
+def _why_none(path: Place) -> str:
+    """Return why a place has no checkpoint, and what may be meant."""
+    if not path.exists():
         steps = committed(path.parent)
         beside = f"; steps there: {', '.join(map(str, steps))}" if steps else ""
         return f"{path} does not exist{beside}"
-    if not is_remote(path) and (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         command = command_line("titanlite", "checkpoint", "import", f"{path}", "OUT")
         return f"{path} is a Hugging Face folder; to make a checkpoint of it: {command}"
     return f"no checkpoint in {path}"
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Place) -> Place:
     """Return a checkpoint, or the latest complete one of a folder or a run."""
     folders = find_checkpoints(path)
     return next(filter(is_complete, reversed(folders)), folders[-1])
 
 
-def whole_manifest(
-    folder: Path, contents: Collection[str] | None = DOCUMENTS, then: str = ""
-) -> Manifest:
-    """Return the manifest of a checkpoint; raise CorruptCheckpoint unless all files have their
-    recorded sizes, and those in `contents` (None: all) their checksums."""
+def whole_manifest(folder: Place, full: bool = False, then: str = "") -> Manifest:
+    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their
+    sizes, and the documents, or with `full` all files, byte for byte."""
     manifest = read_manifest(folder)
-    if damage := faults(folder, manifest, manifest.files if contents is None else contents):
+    damage = faults(folder, manifest, DOCUMENTS)
+    if full and not damage:
+        damage = mismatches(folder, manifest, manifest.files)
+    if damage:
         raise CorruptCheckpoint(f"{folder} is damaged{then}:{some_of(damage)}")
     return manifest
 
 
 @contextmanager
-def brought(step: Path) -> Iterator[Path]:
-    """Yield a checkpoint's folder; for one in a bucket, a copy that is deleted at the end."""
-    if not is_remote(step):
-        yield step
-        return
+def brought(step: Place) -> Iterator[LocalPath]:
+    """Yield the folder here with all files of a checkpoint; what is brought is deleted at the
+    end.
+    """
     manifest = read_manifest(step)
-    with store.draft_folder() as drafts:
-        folder = drafts / step.name
-        store.make_folder(folder)
-        copy_files(step / manifest.attempt, folder, track_files(manifest.files.items()))
-        store.write(folder / MANIFEST, flat_manifest(step))
-        yield folder
+    names = (name for name, _ in track_files(manifest.files.items()))
+    try:
+        with fetched(step, manifest, names) as folder:
+            yield folder
+    finally:
+        forget(step, manifest)
 
 
 def track_files(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:

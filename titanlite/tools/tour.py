@@ -21,6 +21,7 @@ import numpy as np
 from titanlite.checkpoint.manifest import latest_complete
 from titanlite.config.options import declare
 from titanlite.errors import UserError, install_command
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.record import read_run
 
 STEPS = 24
@@ -36,15 +37,15 @@ RUN = f"""
 SECONDS_TO_START = 300
 _COMPARE = """
 import sys, torch
-from pathlib import Path
 from transformers import AutoModelForCausalLM
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
+from titanlite.runtime.store import LocalPath
 from titanlite.tools.load import find_checkpoint, load_model
 dump, exported = sys.argv[1:]
 job = job_from(parse_command_line(["--config", f"{dump}/config.toml"], {}), \
 world=None, training=False)
-model = load_model(job, find_checkpoint(Path(dump)), torch.device("cpu"))
+model = load_model(job, find_checkpoint(LocalPath(dump)), torch.device("cpu"))
 exported_model = AutoModelForCausalLM.from_pretrained(exported)
 tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
@@ -81,10 +82,8 @@ def _kill_and_resume(dump: Path) -> None:
     )
     _train_and_kill(dump)
     killed_at = read_run(dump).steps[-1]
-    saved = latest_complete(dump / "checkpoint")
-    newest = "no checkpoint is complete"
-    if saved:
-        newest = f"checkpoint step-{saved} is complete"
+    saved = latest_complete(LocalPath(dump, "checkpoint"))
+    newest = f"checkpoint step-{saved} is complete" if saved else "no checkpoint is complete"
     _check(
         saved is not None and killed_at - saved <= 2 * INTERVAL,
         f"killed at step {killed_at}, and {newest}",

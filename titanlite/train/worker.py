@@ -27,12 +27,13 @@ from titanlite.observe import events
 from titanlite.observe.console import open_log
 from titanlite.observe.events import record_event
 from titanlite.observe.memory import REMEDY
-from titanlite.runtime import lock, store
+from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.page import OWN_PAGE, EarlyExit
 from titanlite.runtime.parent import exit_with_parent
 from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG
+from titanlite.runtime.store import LocalPath
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.prepared import Prepared
 from titanlite.train.summary import describe_start
@@ -121,8 +122,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "is_user_error": isinstance(error, UserError),  # needs one line, and no traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
-    with store.whole_file(Path(path)) as file:
-        file.write(json.dumps(content).encode())
+    LocalPath(path).put(json.dumps(content).encode())
 
 
 def run(

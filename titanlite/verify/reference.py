@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model, persistent_buffers
 from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.init import materialize
+from titanlite.runtime.store import LocalPath
 from titanlite.verify import measurements
 from titanlite.verify.measurements import GRADIENT, INITIAL, LOSS, NORM, Measured, with_optimizer
 from titanlite.verify.model_under_test import IMPORTED, build_job
@@ -46,7 +46,7 @@ def measure_reference(
     tensors = parameters | persistent_buffers(model)
     measured: Measured = {INITIAL: measurements.values(tensors)}
     if kind == "imported":
-        _write_hf(Path(path).parent / IMPORTED, job, parameters)
+        _write_hf(LocalPath(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
         router.context = replace(router.context, sequences=SAMPLES)
     step = 0
@@ -114,8 +114,8 @@ def _balance(model: nn.Module) -> None:
         router.auxiliary.zero_()
 
 
-def _write_hf(folder: Path, job: Job, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write a Hugging Face folder of these weights, in the type of the config."""
+def _write_hf(folder: LocalPath, job: Job, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write a Hugging Face folder of these weights, in their own type."""
     translation = Translation(job.spec, job.model_config)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +33,9 @@ from titanlite.errors import some_of
 from titanlite.parallel.lora import merge
 from titanlite.registry import ModelSpec
 from titanlite.registry.lora import adapter_of, is_adapter
-from titanlite.runtime import store
+from titanlite.runtime.bucket import Place
 from titanlite.runtime.page import phase
+from titanlite.runtime.store import LocalPath, rename
 
 FILE_BYTES = 4 << 30
 
@@ -45,8 +45,8 @@ Fetch = Callable[[str], torch.Tensor]
 
 @phase("save")
 def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None) -> None:
-    """On rank 0, write the weights of a committed step next to it, while the other ranks wait."""
-    target = export_folder(folder.root, step)
+    """Write the weights of a committed step next to it, on rank 0, while the others wait."""
+    target = export_folder(folder.root, step).local()
 
     def export_it() -> None:
         job = folder.job
@@ -67,7 +67,7 @@ def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None
 
 
 def export(
-    target: Path,
+    target: LocalPath,
     tensors: Sequence[HFTensor],
     documents: Mapping[str, bytes],
     fetch: Fetch,
@@ -83,20 +83,20 @@ def export(
                 for tensor in made:
                     built[tensor.name] = tensor.build(weights)
                 del weights
-            write(staging / name, built)
+            write(staging.local() / name, built)
         for name, document in {**documents, INDEX: index(files)}.items():
-            store.write(staging / name, document)
+            (staging / name).put(document)
         replaced = target.with_name(f".{target.name}.replaced")
-        store.delete(replaced)
-        if store.exists(target):
-            store.rename(target, replaced)
-        store.publish(staging, target)
+        replaced.remove()
+        if target.exists():
+            rename(target, replaced)
+        target.publish(staging)
         with suppress(OSError):
-            store.delete(replaced)
+            replaced.remove()
 
 
-def translation_of(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
-    """Return the translation of a checkpoint's weights; raise if they do not fit the model."""
+def translation_of(folder: Place, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
+    """Return the translation of a checkpoint's weights; raise if they are not the model's."""
     translation = Translation(spec, flavor)
     buffers = {}
     for name in translation.buffers:
@@ -124,7 +124,7 @@ def translation_of(folder: Path, manifest: Manifest, spec: ModelSpec, flavor: An
 
 
 def weights_of(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     base: BaseWeights | None = None,
     dtype: torch.dtype = torch.float32,

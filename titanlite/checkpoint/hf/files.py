@@ -97,8 +97,8 @@ class Reader:
     def _indexed_files(self) -> dict[str, set[str]]:
         """Return the files, and the tensors of each according to the index."""
         path = self.folder / INDEX
-        if not store.exists(path):
-            if not store.exists(self.folder / SINGLE):
+        if not path.exists():
+            if not (self.folder / SINGLE).exists():
                 raise UserError(
                     f"{self.folder} is not a Hugging Face model folder: "
                     f"it has no {INDEX} or {SINGLE}"
@@ -106,7 +106,7 @@ class Reader:
             return {SINGLE: set()}
         files: dict[str, set[str]] = {}
         try:
-            for name, file in json.loads(store.read(path))["weight_map"].items():
+            for name, file in json.loads(path.read_bytes())["weight_map"].items():
                 if Path(file).name != file:
                     raise ValueError(f"{file} is not a file name")
                 files.setdefault(file, set()).add(name)

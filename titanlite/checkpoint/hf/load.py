@@ -22,6 +22,7 @@ from titanlite.config.config_json import complete, config_faults, read_config
 from titanlite.errors import UserError, some_of
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box, ModelSpec
+from titanlite.runtime.bucket import Place
 
 
 class HuggingFaceFolder:
@@ -99,11 +100,11 @@ class HuggingFaceFolder:
 
 def to_checkpoint(
     source: HuggingFaceFolder,
-    root: Path,
+    root: Place,
     dtype: torch.dtype,
     config: str,
     environment: dict[str, Any],
-) -> Path:
+) -> Place:
     """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this
     process.
 

@@ -19,7 +19,6 @@ from titanlite.errors import UserError, some_of
 from titanlite.parallel.build import build_meta_model, persistent_buffers
 from titanlite.registry import Box, Conversion, ModelSpec, Rule, WeightTransform, zeros
 from titanlite.registry.lora import is_adapter
-from titanlite.runtime import store
 
 
 @dataclass(frozen=True)
@@ -206,5 +205,5 @@ def documents(
         files |= byte_files()
     elif tokenizer:
         assets = [Path(tokenizer.assets) / name for name in TOKENIZER_FILES]
-        files |= {path.name: store.read(path) for path in assets if store.exists(path)}
+        files |= {path.name: path.read_bytes() for path in assets if path.exists()}
     return files

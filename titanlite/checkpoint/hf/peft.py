@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -12,11 +11,11 @@ from titanlite.checkpoint.hf.names import Translation
 from titanlite.errors import UserError, some_of
 from titanlite.registry import Transposed
 from titanlite.registry.lora import adapter_of
-from titanlite.runtime import store
+from titanlite.runtime.store import LocalPath
 
 
 def export_adapters(
-    target: Path, translation: Translation, fetch: Callable[[str], torch.Tensor], base: str
+    target: LocalPath, translation: Translation, fetch: Callable[[str], torch.Tensor], base: str
 ) -> None:
     """Write the adapters of a model, whose other weights are in the folder or repository `base`."""
     adapters = translation.adapters
@@ -55,6 +54,6 @@ def export_adapters(
         "inference_mode": True,
     }
     with staging_folder(target, None, f"the export to {target}") as staging:
-        write(staging / "adapter_model.safetensors", tensors)
-        store.write(staging / "adapter_config.json", json.dumps(config, indent=2).encode())
-        store.publish(staging, target)
+        write(staging.local() / "adapter_model.safetensors", tensors)
+        (staging / "adapter_config.json").put(json.dumps(config, indent=2).encode())
+        target.publish(staging)

@@ -8,7 +8,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from pkgutil import resolve_name
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from titanlite.checkpoint.manifest import DCP_METADATA
 from titanlite.errors import UserError, first_line, some_of
-from titanlite.runtime import store
-from titanlite.runtime.bucket import is_remote
+from titanlite.runtime.store import LocalPath
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": """Metadata BytesStorageMetadata
@@ -48,7 +47,7 @@ class _Unpickler(pickle.Unpickler):
 class Reader(FileSystemReader):
     """torch's reader of a folder, with this unpickler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: LocalPath) -> None:
         super().__init__(folder)
         self.folder = folder
         self.metadata = self._load()
@@ -61,13 +60,8 @@ class Reader(FileSystemReader):
 
     def _load(self) -> Metadata:
         path = self.folder / DCP_METADATA
-        if is_remote(path):
-            raise UserError(
-                f"{self.folder}: torch's DCP reads no bucket; copy it first: "
-                f"titanlite checkpoint cp {self.folder} FOLDER"
-            )
         try:
-            metadata = _Unpickler(io.BytesIO(store.read(path))).load()
+            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
             if not isinstance(metadata, Metadata) or metadata.storage_data is None:
                 raise ValueError("no Metadata of files")
             metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
@@ -83,13 +77,11 @@ class Reader(FileSystemReader):
         for place in metadata.storage_data.values():
             end = place.offset + place.length
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-        present = store.list_folder(self.folder)
+        present = self.folder.entries()
         for name, end in sorted(ends.items()):
             if name not in present:
                 yield f"{name}: missing"
-                continue
-            size = store.size(present[name])
-            if size != end:
+            elif (size := present[name].stat().st_size) != end:
                 yield f"{name}: {size:,} bytes, {end:,} were written"
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.errors import UserError, first_line, some_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box, ModelSpec
+from titanlite.runtime.store import LocalPath
 
 Wanted = Mapping[str, tuple[Box, torch.Tensor]]
 """The region to read and the tensor to fill with it, by key."""
@@ -83,7 +83,7 @@ class Regions(DefaultLoadPlanner):
 class Folder:
     """A folder written by torch's DCP."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: LocalPath) -> None:
         self._reader = Reader(path)
         entries = self._reader.metadata.state_dict_metadata
         self.tensors = list[Stored]()
@@ -111,7 +111,7 @@ class Folder:
 class File:
     """A file of torch.save, made from such a folder by dcp_to_torch_save."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: LocalPath) -> None:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._values = dict(_flat("", state))
@@ -147,7 +147,7 @@ class TorchTitanCheckpoint:
 
     base = None  # it has all weights
 
-    def __init__(self, path: Path, spec: ModelSpec, flavor: Any) -> None:
+    def __init__(self, path: LocalPath, spec: ModelSpec, flavor: Any) -> None:
         self.path = path
         self._source = File(path) if path.is_file() else Folder(path)
         self._names = Names(spec, flavor)
