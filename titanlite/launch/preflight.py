@@ -348,8 +348,8 @@ def _check_disk(job: Job, processes: int) -> None:
 
 
 def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: int) -> int:
-    """Return the bytes that training keeps of parts of a model, with parameters of `element_size`
-    bytes.
+    """Return the bytes of parameters, gradients and optimizer state of some parts of a model, with
+    `element_size` bytes per number.
     """
     from titanlite.optim import optimizer_bytes, trained_parameters
 

@@ -45,7 +45,7 @@ class Context:
     job: Job
     mesh: "Mesh"
     table: Table
-    """The row of every parameter of the whole model."""
+    """The rule of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
 
@@ -56,9 +56,8 @@ class Context:
 
 
 def build_model(job: Job) -> tuple[nn.Module, Table]:
-    """Return the whole model on the meta device and its table.
-
-    It is in training.dtype, and model.freeze is applied.
+    """Return the whole model on the meta device, in training.dtype and with model.freeze applied,
+    and its table.
     """
     model, table = build_meta_model(job.spec, job.model_config, job.positions)
     dtype = getattr(torch, job.config.training.dtype)
@@ -70,7 +69,7 @@ def build_model(job: Job) -> tuple[nn.Module, Table]:
 
 
 def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, Table]:
-    """Return a model on the meta device and the row of each of its parameters."""
+    """Return a model on the meta device and the rule of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)
         rules = spec.rules(flavor)

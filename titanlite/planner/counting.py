@@ -343,7 +343,7 @@ def _on_gpu(alive: Sequence[int]) -> int:
 
 
 def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
-    """Return the dimensions of a layout that a process group spans, and its size."""
+    """Return the dimensions of a layout that a process group spans, and the group's size."""
     ranks = dist.get_process_group_ranks(group_of(group_name))
     parts = list[str]()
     for names, degrees in views(layout):

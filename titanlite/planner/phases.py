@@ -62,8 +62,12 @@ def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSta
         event = Event("reduce", stage.stage_index, 1)
         reduce = partial(groups, event, "backward reduction", stage.perform_reduce_grad)
         hooks.enter_context(replaced(stage, "perform_reduce_grad", reduce))
-        before = "embedding" if stage.is_first else "input"
-        after = "head" if stage.is_last else "forward output"
+        before = "input"
+        after = "forward output"
+        if stage.is_first:
+            before = "embedding"
+        if stage.is_last:
+            after = "head"
         name_phases(stage.submod, pipeline.context, counting, hooks, before, after)
 
 

@@ -214,7 +214,7 @@ def without_values() -> Iterator[None]:
         return grouped(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()
 
     with (
-        torch._dynamo.config.patch(recompile_limit=1000),  # a graph for each job in a world
+        torch._dynamo.config.patch(recompile_limit=1000),  # each job in a world has its graphs
         replaced(adam, "_get_value", value),
         replaced(rules, "_meta_grouped_mm_common", product),
     ):
@@ -272,10 +272,9 @@ def before_actions(schedule: Any, call: Callable[[int], None]) -> Iterator[None]
         call(stage.stage_index)
         wait(stage)  # type: ignore[misc]
 
-    with ExitStack() as replacements:
+    with ExitStack() as patches:
         if wait:
-            name = "_assert_unsharded"
-            replacements.enter_context(replaced(schedule, name, call_and_wait))
+            patches.enter_context(replaced(schedule, "_assert_unsharded", call_and_wait))
         yield
 
 

@@ -21,15 +21,15 @@ from titanlite.runtime.distributed import gather_objects
 PERIOD = 1000
 """At most fault.skip_budget steps may be skipped in this many."""
 Note = Callable[[int, str, dict[str, float]], None]
-"""Called on all ranks alike with a bad step's number, a line for the log, and metrics."""
+"""Called on every rank with a bad step's number, a line for the log, and metrics."""
 Read = Callable[[], list[float]]
 """Returns values, once they are on the host."""
 
 
 def late_copy(values: torch.Tensor) -> Read:
-    """Copy values to the host, which reads them a step later, without waiting for the device.
+    """Read device values on the host one step later, without blocking the device.
 
-    The result returns them once they have arrived.
+    Return a function that returns them once they have arrived.
     """
     arrived = None
     if values.is_cuda:
@@ -186,7 +186,7 @@ class BadSteps:
         self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
         self._judged: list[tuple[int, Read]] = []
-        """Steps with their norm, its limit, their loss and its limit, not read yet."""
+        """Steps with their norm, its limit, their loss and its limit, which are not read yet."""
 
     def record(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor

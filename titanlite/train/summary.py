@@ -66,12 +66,11 @@ def describe_start(trainer: Trainer) -> list[str]:
 def _describe_optimizer(trainer: Trainer) -> str:
     job = trainer.job
     settings = job.config.optimizer
-    name = optimizer_title(job.config)
     table = trainer.report.context.table
     whole = trained_parameters([trainer.model], table, job.spec.blocks, settings.no_decay)
     decayed = sum(item.decays for item in whole)
     decay = f"weight decay {settings.weight_decay:g} on {decayed} tensors"
-    return f"{name}, {decay}, none on {len(whole) - decayed}"
+    return f"{optimizer_title(job.config)}, {decay}, none on {len(whole) - decayed}"
 
 
 def _describe_memory(trainer: Trainer) -> str:

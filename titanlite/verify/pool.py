@@ -158,8 +158,11 @@ class Pool:
         return file.read_text()
 
     def _start(self) -> None:
-        # A driver that a preloaded module asks for devices is not forked.
-        context: Any = get_context("spawn" if self.device == "cuda" else "forkserver")
+        method = "forkserver"
+        if self.device == "cuda":
+            # Once a preloaded module has asked the driver for devices, a fork can't use it.
+            method = "spawn"
+        context: Any = get_context(method)
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):

@@ -49,7 +49,8 @@ def measure_reference(
         _write_hf(LocalPath(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
         router.context = replace(router.context, sequences=SAMPLES)
-    step, max_norm = 0, 0.0
+    step = 0
+    max_norm = 0.0
     for name, steps in steps_of.items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
         for _ in range(steps):
