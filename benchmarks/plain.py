@@ -30,7 +30,7 @@ from titanlite.data.shards import id_type  # noqa: E402
 from titanlite.data.shuffle import Order  # noqa: E402
 from titanlite.models.llama3 import FLAVORS, SPEC, shape  # noqa: E402
 from titanlite.observe.throughput import flops_per_token, peak_tflops  # noqa: E402
-from titanlite.registry import assign  # noqa: E402
+from titanlite.parallel.build import build_meta_model  # noqa: E402
 
 LOG = 10
 
@@ -172,11 +172,7 @@ def main() -> None:
         wait()
         seconds = (time.perf_counter() - began) / arguments.steps
     named = list(plain.model.named_parameters())
-    table = assign(
-        SPEC.rules(flavor),
-        [name for name, _ in named],
-        ties={"output.weight": "tok_embeddings.weight"} if flavor.tied else {},
-    )
+    _, table = build_meta_model(SPEC, flavor)
     flops = flops_per_token(named, table, shape(flavor), arguments.seq, SPEC.blocks).total
     rate = arguments.batch * arguments.seq / seconds
     peak = peak_tflops(torch.device(device))

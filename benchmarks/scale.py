@@ -32,8 +32,8 @@ from titanlite.errors import format_table  # noqa: E402
 from titanlite.fault.beat import LOOK_SECONDS  # noqa: E402
 from titanlite.fault.board import EXCHANGE_SECONDS, Board, Link, open_board  # noqa: E402
 from titanlite.fault.decide import Decider, Restarts  # noqa: E402
+from titanlite.fault.inspection import POLL_SECONDS  # noqa: E402
 from titanlite.fault.status import Beat, Status, dump  # noqa: E402
-from titanlite.launch.workers import POLL_SECONDS  # noqa: E402
 from titanlite.optim.muon import Spread, _plan  # noqa: E402
 from titanlite.runtime.store import LocalPath  # noqa: E402
 

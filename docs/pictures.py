@@ -2,7 +2,7 @@
 
 rooms.svg shows the floors of tests/test_house.py and the rings of CONTRIBUTING.md, order.svg the
 order of parallelize.py with its comments, mesh.svg the groups of a mesh that build_mesh made, and
-loss.svg and images/top.svg a run. --run FOLDER takes its files into images/first_run first.
+loss.svg and images/top.svg a run. --run FOLDER takes its files into benchmarks/records first.
 tests/test_docs.py fails when a picture is not what this script draws.
 """
 
@@ -32,7 +32,7 @@ from titanlite.parallel import parallelize  # noqa: E402
 from titanlite.planner.fake_world import FakeWorld  # noqa: E402
 from titanlite.tools.top import view  # noqa: E402
 
-FIRST_RUN = ROOT / "docs/images/first_run"
+FIRST_RUN = ROOT / "benchmarks/records/cpu/first_run"
 TAKEN = "metrics.jsonl", "config.toml", "events.jsonl", "logs/ranks.json"
 INK, SOFT, LINE, PAPER = "#1f2933", "#5f6b7a", "#d5dbe3", "#ffffff"
 RINGS = {1: "#0072b2", 2: "#009e73", 3: "#d99500", 4: "#8a94a3"}
@@ -62,7 +62,7 @@ TECHNIQUES = {
     "tensor_parallel.apply": "Tensor and sequence parallel",
     "expert_parallel.apply": "Expert parallel: the split",
     "context_parallel.apply": "Context parallel",
-    "replicated.apply": "Replicated parameters",
+    "cast.apply": "Mixed precision of the rest",
     "recompute.apply": "Activation checkpointing",
     "expert_parallel.dispatch": "Expert parallel: the exchange",
     "compile.apply": "torch.compile of each block",

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import logging
 import re
 import sys
 import tempfile
@@ -26,17 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from titanlite.config.job import Job, job_from
-from titanlite.config.load import parse_command_line
-from titanlite.errors import UserError
-from titanlite.parallel.build import persistent_buffers
-from titanlite.registry import get_model
-from titanlite.runtime.cluster import RankInfo
-from titanlite.runtime.store import LocalPath
-from titanlite.train.trainer import Trainer
-from titanlite.verify.pool import Pool
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.jobs import full, started  # noqa: E402
+from titanlite.config.job import Job, job_from  # noqa: E402
+from titanlite.config.load import parse_command_line  # noqa: E402
+from titanlite.errors import UserError  # noqa: E402
+from titanlite.runtime.store import LocalPath  # noqa: E402
+from titanlite.verify.pool import Pool  # noqa: E402
 
 SETTINGS = """
     --training.seq_len=32 --training.local_batch_size=2 --training.global_batch_size=4
@@ -70,17 +66,9 @@ def job_of(kind: str, overrides: dict[str, Any], argv: list[str], world: int) ->
 
 def train(kind: str, overrides: dict[str, Any], argv: list[str]) -> dict[str, torch.Tensor]:
     """Train on this rank of the pool; return the weights."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    job = job_of(kind, overrides, argv, world)
-    rank_info = RankInfo(rank, world, rank, "")
-    run = Trainer.start(job, rank_info, torch.device("cpu"), logging.Logger("no"))
+    run = started(job_of(kind, overrides, argv, dist.get_world_size()))
     run.train()
-    weights = {}
-    for name, parameter in run.parts[0].named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        weights[name] = full.detach().clone()
-    weights |= {name: each.clone() for name, each in persistent_buffers(run.parts[0]).items()}
-    return weights
+    return {name: full(each) for name, each in run.parts[0].state_dict().items()}
 
 
 def small_overrides(kind: str) -> dict[str, Any]:
@@ -107,8 +95,6 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
 
     from titanlite.checkpoint.hf.export import export
     from titanlite.checkpoint.hf.names import Translation, documents
-    from titanlite.parallel.build import build_meta_model
-    from titanlite.parallel.init import allocate
 
     job = job_of(kind, overrides, [], 1)
     translation = Translation(job.spec, job.model_config)
@@ -116,8 +102,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     for name in translation.kept:  # zeros would show nothing
         if weights[name].is_floating_point():
             weights[name] += torch.rand_like(weights[name]) * (weights[name] == 0)
-    model, _ = build_meta_model(job.spec, job.model_config, 32)
-    allocate(model, torch.device("cpu"))
+    model = job.spec.module(job.model_config, 32)
     model.load_state_dict(weights, strict=False)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -148,9 +133,7 @@ def check(kind: str, pool: Pool) -> dict[str, str]:
     seen: dict[str, str] = {}
     try:
         overrides = small_overrides(kind)
-        spec = get_model("transformers")
-        config = spec.configure("hf", {"model_type": kind, **overrides})
-        seen |= probe(as_json(config))
+        seen |= probe(as_json(job_of(kind, overrides, [], 1).model_config))
         with tempfile.TemporaryDirectory() as folder:
             whole = [f"--job.dump_folder={folder}/whole", "--training.steps=4"]
             one = pool.run(train, kind, overrides, whole, world=1)[0]

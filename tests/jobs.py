@@ -68,12 +68,18 @@ def trainer(
     argv: list[str], folder: str, log: logging.Logger | None = None, kind: type[Trainer] = Trainer
 ) -> Trainer:
     """Build a trainer on this rank of the pool."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rank_info = RankInfo(rank, world, rank, f"host{rank}")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    argv = [*argv, f"--job.dump_folder={folder}"]
+    return started(job([*argv, f"--job.dump_folder={folder}"], dist.get_world_size()), log, kind)
+
+
+def started(
+    found: Job, log: logging.Logger | None = None, kind: type[Trainer] = Trainer
+) -> Trainer:
+    """Build a job's trainer on this rank of the pool."""
+    rank = dist.get_rank()
+    rank_info = RankInfo(rank, dist.get_world_size(), rank, f"host{rank}")
     log = log or logging.Logger("quiet")
-    return kind.start(job(argv, world), rank_info, torch.device("cpu"), log)
+    return kind.start(found, rank_info, torch.device("cpu"), log)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,8 @@
 error.
 
 A command's module has `add_arguments(parser)` and `run(arguments, overrides) -> exit code`. It is
-imported when its command is typed, and imports torch no earlier than in `run`. A parser with
-`takes_overrides` leaves `--config` and `--section.key VALUE` to config/load.py, which names all
-faults at once."""
+imported only for its own command, and imports torch only in `run`. A parser with `takes_overrides`
+leaves `--config` and `--section.key VALUE` to config/load.py, which reports all faults together."""
 
 import argparse
 import errno
@@ -73,9 +72,8 @@ def run() -> NoReturn:
     """Run the command as a process."""
     replace_unprintable()
     code = main(sys.argv[1:])
-    if sys.argv[1:2] == [
-        "train"
-    ]:  # the workers have exited; a normal exit with torch loaded takes most of a second
+    # The workers have exited, and a normal exit with torch loaded takes most of a second.
+    if sys.argv[1:2] == ["train"]:
         with suppress(OSError):  # the console may be closed too
             sys.stdout.flush()
             sys.stderr.flush()
@@ -84,10 +82,11 @@ def run() -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command and return its exit code; errors of the user are one message and 2, Ctrl-C is
-    130.
+    """Run a command and return its exit code: 2 for a user's error, printed as one message; 130 for
+    Ctrl-C.
     """
-    arguments, code = argparse.Namespace(), 0
+    arguments = argparse.Namespace()
+    code = 0
     try:
         if argv[:1] == ["help"] and argv[1:]:
             argv = [*argv[1:], "--help"]
@@ -114,11 +113,9 @@ def main(argv: list[str]) -> int:
         print(f"titanlite: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        further = (
-            "; the same command continues from here"
-            if getattr(arguments, "resumable", False)
-            else ""
-        )
+        further = ""
+        if getattr(arguments, "resumable", False):
+            further = "; the same command continues from here"
         print(f"\ntitanlite: stopped{further}", file=sys.stderr)
         return 130
     except SystemExit as done:  # how argparse ends after --help
@@ -137,7 +134,7 @@ def _command(name: str) -> Any:
 
 
 class _Page(argparse.RawDescriptionHelpFormatter):
-    """Help with paragraphs as wide as the terminal, like argparse's own part."""
+    """Help whose paragraphs are as wide as the terminal, like the rest of argparse's help."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=columns(PAGE))
@@ -157,7 +154,7 @@ def wrap(text: str, width: int) -> str:
 
 
 def fit(message: str) -> str:
-    """Break lines wider than the terminal behind punctuation, which leaves commands whole."""
+    """Break lines wider than the terminal after punctuation, so that commands stay whole."""
     options: Any = {"width": columns(), "break_long_words": False, "break_on_hyphens": False}
     lines: list[str] = []
     for line in message.splitlines():
@@ -168,27 +165,27 @@ def fit(message: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with UserErrors that name the nearest right spelling."""
+    """argparse, but errors are UserErrors that suggest the nearest spelling."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Page, **options)
-        self.set_defaults(parser=self)  # that of a sub-command replaces its parent's
+        self.set_defaults(parser=self)  # a sub-command's parser replaces its parent's
 
     def error(self, message: str) -> NoReturn:
-        if choice := re.match(
-            r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message
-        ):
+        choice = re.match(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
             option, value, legal = choice.groups()
             legal = re.sub(r"['\s]", "", legal).split(",")
             close = nearest(value, legal)
-            what = f"{option}: unknown value" if option.startswith("-") else "unknown command"
-            message = f"{what} '{value}'; " + (
-                f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
-            )
+            what = "unknown command"
+            if option.startswith("-"):
+                what = f"{option}: unknown value"
+            hint = f"did you mean '{close}'?" if close else f"use {', '.join(legal)}"
+            message = f"{what} '{value}'; {hint}"
         message = f"{message.removeprefix('argument ')} (see {self.prog} --help)"
-        raise UserError(
-            f"{message}\n{self.format_usage()}".rstrip() if "are required" in message else message
-        )
+        if "are required" in message:
+            message = f"{message}\n{self.format_usage()}".rstrip()
+        raise UserError(message)
 
 
 def _split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -200,7 +197,8 @@ def _split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
         name, has_value, _ = word.partition("=")
         is_key = name.startswith("--") and "." in name
         if is_key or name == "--config":
-            takes_files, takes_value = word == "--config", is_key and not has_value
+            takes_files = word == "--config"
+            takes_value = is_key and not has_value
         elif takes_value and not word.startswith("--"):
             takes_value = False
         elif not takes_files or word.startswith("-"):
@@ -212,22 +210,25 @@ def _split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_options(name: str, command: Any, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return a command's own options, and the config overrides behind them."""
+    """Return a command's own options, and the config overrides."""
     parser = Parser(
         prog=f"titanlite {name}", description=COMMANDS[name][1], conflict_handler="resolve"
     )
     command.add_arguments(parser)
     if parser.get_default("takes_overrides") and not parser.usage:
         parser.epilog = OVERRIDES_HELP.lstrip() + "\n" + (parser.epilog or "")
-    # Else argparse would take the value of a key for an argument.
-    own_words, keys = _split_keys(argv) if parser.get_default("takes_overrides") else (argv, [])
+    own_words = argv
+    keys = list[str]()
+    if parser.get_default("takes_overrides"):
+        # argparse would mistake the value of a key for an argument.
+        own_words, keys = _split_keys(argv)
     arguments, rest = parser.parse_known_args(own_words)
     own = re.findall(r"--([a-z][\w.-]*)", arguments.parser.format_usage())
     for word in rest:
         option = word.partition("=")[0]
-        close = (
-            nearest(option.lstrip("-"), own) if option.startswith("-") and "." not in option else ""
-        )
+        close = ""
+        if option.startswith("-") and "." not in option:
+            close = nearest(option.lstrip("-"), own)
         if close and option != "--config":
             raise UserError(
                 f"unknown option {option}; "

@@ -1,5 +1,5 @@
-"""Exit codes, errors that a user can cause, which need no traceback, and the formatting that
-messages share.
+"""Exit codes, errors that a user can cause (they need no traceback), and formatting shared by
+messages.
 """
 
 import difflib
@@ -12,33 +12,43 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-OK, FAILED, REFUSED, STOPPED, CUT_SHORT, GIVEN_UP, INTERRUPTED = 0, 1, 2, 75, 76, 77, 130
+OK = 0
+FAILED = 1
+REFUSED = 2
+STOPPED = 75
+CUT_SHORT = 76
+GIVEN_UP = 77
+INTERRUPTED = 130
 """Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step
 saved or with some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
 
 PAGE = 110
-"""Columns of a page of help that goes to no terminal."""
+"""Columns of help that is not printed to a terminal."""
 
 
 class UserError(Exception):
-    """A request that can't be carried out; the message names the key, file or tensor, the value,
-    and the remedy.
+    """A request that can't be fulfilled; the message names the key, file or tensor, the value, and
+    the remedy.
     """
 
     code = REFUSED
 
     def __init__(self, why: str = "", key: str = "", value: str | None = None) -> None:
-        """Take the key and its value where readers need them apart; elsewhere the message has
-        them.
+        """Take the key and its value separately for callers that need them; otherwise they are part
+        of the message.
         """
         super().__init__(why)
-        self.why, self.key, self.value = why, key, value
+        self.why = why
+        self.key = key
+        self.value = value
 
     def __str__(self) -> str:
         if not self.key:
             return self.why
         title = self.key if self.value is None else f'{self.key} = "{self.value}"'
-        return f"{title} {self.why}" if self.why.startswith("is ") else f"{title}: {self.why}"
+        if self.why.startswith("is "):
+            return f"{title} {self.why}"
+        return f"{title}: {self.why}"
 
 
 class RunFailed(UserError):
@@ -50,14 +60,16 @@ class RunFailed(UserError):
 
 
 class GivenUp(RunFailed):
-    """A budget of [fault] is used up: another start would not help."""
+    """A budget in [fault] is used up; another start would not help."""
 
     code = GIVEN_UP
 
 
 def remedy(error: OSError) -> str:
-    """Return what to do where no file more can be opened."""
-    return "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+    """Return what to do if no more files can be opened."""
+    if error.errno == errno.EMFILE:
+        return "; raise the limit of open files (ulimit -n)"
+    return ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -70,10 +82,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """Return the command that installs packages into this environment; uv makes environments
+    """Return the command that installs packages into this environment, which uv may have created
     without pip.
     """
-    python, names = shlex.quote(sys.executable), shlex.join(packages)
+    python = shlex.quote(sys.executable)
+    names = shlex.join(packages)
     # util.find_spec("pip") would hide setuptools' distutils, without which inductor fails
     has_pip = PathFinder.find_spec("pip")
     if not has_pip and shutil.which("uv"):
@@ -85,21 +98,19 @@ def install_command(*packages: str) -> str:
 def command_line(command: str, *words: str) -> str:
     """Return how to type a command of this environment, quoted for a shell."""
     own = Path(sys.executable).with_name(command)
-    return shlex.join(
-        [str(own) if own.exists() and shutil.which(command) != str(own) else command, *words]
-    )
+    if own.exists() and shutil.which(command) != str(own):
+        command = str(own)
+    return shlex.join([command, *words])
 
 
 def replace_unprintable() -> None:
-    """Print a question mark for what the terminal's encoding lacks, instead of ending in an
-    error.
-    """
+    """Print a question mark for characters that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[attr-defined]
 
 
 def print_notice(text: str) -> None:
-    """Print a line for people, apart from a command's output."""
+    """Print a line for the user to stderr, separate from a command's output."""
     print(f"titanlite: {text}", file=sys.stderr, flush=True)
 
 
@@ -109,20 +120,26 @@ def first_line(error: BaseException) -> str:
 
 
 def some_of(lines: Sequence[str], most: int = 8) -> str:
-    """Return lines indented below a heading: the first `most`, then the number of the rest."""
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    """Return lines indented below a heading: the first `most`, then how many more there are."""
+    more = []
+    if len(lines) > most:
+        more = [f"and {len(lines) - most} more"]
     return "".join(f"\n  {line}" for line in [*lines[:most], *more])
 
 
 def counted(number: int, noun: str) -> str:
-    """Return such as "1 rank" or "8 ranks"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return a number with its noun, such as "1 rank" or "8 ranks"."""
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 def few_of(numbers: Sequence[int]) -> str:
-    """Return numbers in a line: the first eight, then how many more."""
+    """Return numbers on one line: the first eight, then how many more there are."""
     text = ", ".join(map(str, numbers[:8]))
-    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text
+    if len(numbers) > 8:
+        return f"{text} and {len(numbers) - 8} more"
+    return text
 
 
 def format_bytes(size: float) -> str:
@@ -131,35 +148,40 @@ def format_bytes(size: float) -> str:
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    if units[0] == "B":
+        return f"{size:.0f} B"
+    return f"{size:.1f} {units[0]}"
 
 
 def columns(piped: int = 1_000_000) -> int:
-    """Return the width of the terminal, or of pages that go elsewhere."""
+    """Return the width of the terminal, or `piped` if output goes elsewhere."""
     return shutil.get_terminal_size((piped, 24)).columns
 
 
 def format_table(
     rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "", indent: int = 0
 ) -> str:
-    """Return rows as aligned columns two spaces apart; `align` has "<" or ">" per column, "<" where
-    it ends.
+    """Return rows as aligned columns, two spaces apart. `align` has "<" or ">" for each column; "<"
+    is the default for the rest.
 
-    Text in the last column takes several lines where the terminal is narrow.
+    In a narrow terminal, the last column is wrapped.
     """
-    lines = [*([header] if header else []), *rows]
+    lines = [*rows]
+    if header:
+        lines.insert(0, header)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     room = columns() - indent - sum(width + 2 for width in widths[:-1])
     if widths and 16 <= room < widths[-1] and align[len(widths) - 1 :] != ">":
-        lines = [
-            (*(first if number == 0 else [""] * len(first)), part)
-            for *first, last in lines
-            for number, part in enumerate(textwrap.wrap(last, room, break_on_hyphens=False) or [""])
-        ]
+        wrapped = list[Sequence[str]]()
+        for *first, last in lines:
+            for part in textwrap.wrap(last, room, break_on_hyphens=False) or [""]:
+                wrapped.append((*first, part))
+                first = [""] * len(first)
+        lines = wrapped
         widths[-1] = room
-    formats = [
-        f"{side}{width}" for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False)
-    ]
+    formats = []
+    for width, side in zip(widths, align.ljust(len(widths), "<"), strict=False):
+        formats.append(f"{side}{width}")
     return "\n".join(
         " " * indent + "  ".join(map(format, line, formats)).rstrip() for line in lines
     )

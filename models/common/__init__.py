@@ -1,6 +1,6 @@
 """Layers that several models share, without any parallelism.
 
-Models' tables import this file: no torch here.
+Models' tables import this file, so no torch here.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from pydantic import Field
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Scale = Annotated[float, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)]
-"""Bounds of the fields of flavors, which `--model.overrides` may change."""
+"""Types and bounds of flavors' fields, which `--model.overrides` may change."""
 Score = Literal["softmax", "sigmoid"]
 BalanceMethod = Literal["sequence", "bias", "none"]
-"""How a router keeps its experts evenly used, see `moe.Router`."""
+"""How a router keeps its experts evenly used (see `moe.Router`)."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of rotary wavelengths.
 
-    Those above original_positions / low_freq_factor are stretched by `factor`, those below
-    original_positions / high_freq_factor are kept, and those between are a blend.
+    Wavelengths above original_positions / low_freq_factor are stretched by `factor`, those below
+    original_positions / high_freq_factor are kept, and those in between are blended.
     """
 
     factor: Scale = 8.0

@@ -1,6 +1,6 @@
-"""The skeleton of a decoder: embed, blocks, norm, head.
+"""The skeleton of a decoder: embedding, blocks, norm, head.
 
-A model adds its layers; there is no parallelism in here.
+A model adds its layers; there is no parallelism here.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Decoder(nn.Module):
-    """A decoder, or a stage of one, which may lack the embedding, the norm and the output layer."""
+    """A decoder, or a stage of one, which may lack the embedding, the norm or the output layer."""
 
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict
@@ -24,7 +24,7 @@ class Decoder(nn.Module):
     """The probability that training drops one token's attention to another."""
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return hidden states of (batch, tokens); only called where there is an embedding."""
+        """Return hidden states of (batch, tokens); only called if there is an embedding."""
         assert self.tok_embeddings is not None
         return self.tok_embeddings(tokens)
 
@@ -33,9 +33,9 @@ class Decoder(nn.Module):
         return ()
 
     def attention_mask(self, documents: Tensor, h: Tensor, last: int = 0) -> Mask:
-        """Return the last argument of every block, for its CausalAttention, for hidden states `h`.
+        """Return the mask for hidden states `h`, which every block passes to its CausalAttention.
 
-        Context parallel calls it for each chunk of a rank's tokens: for the `last` of those in
+        Context parallel calls this for each chunk of a rank's tokens, which are the `last` ones in
         `documents`.
         """
         dropout = self.attention_dropout if self.training else 0.0
@@ -53,12 +53,19 @@ class Decoder(nn.Module):
         A stage without an embedding takes hidden states for `tokens`; one without an output layer
         returns them.
         """
-        h = tokens if self.tok_embeddings is None else self.embed(tokens, positions)
+        h = tokens
+        if self.tok_embeddings is not None:
+            h = self.embed(tokens, positions)
         inputs = self.block_inputs(positions, tokens.size(1))
-        mask = None if documents is None else self.attention_mask(documents, h)
+        mask = None
+        if documents is not None:
+            mask = self.attention_mask(documents, h)
         for block in self.layers.values():
             h = block(h, *inputs, mask)
-        h = h if self.norm is None else self.norm(h)
+        if self.norm is not None:
+            h = self.norm(h)
         if self.output is None:
             return h
-        return self.output(h) if head is None else head(h, self.output)
+        if head is None:
+            return self.output(h)
+        return head(h, self.output)

@@ -1,4 +1,4 @@
-"""Keys of config.json at Hugging Face that Llama and its kin share, by the names of our fields."""
+"""Keys of Hugging Face's config.json that Llama and similar models share, by our fields' names."""
 
 HF_KEYS = {
     "dim": "hidden_size",

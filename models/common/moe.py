@@ -1,4 +1,4 @@
-"""A mixture of experts: a router chooses some for each token, and no token is dropped.
+"""A mixture of experts: a router chooses some experts for each token; no token is dropped.
 
 There is no parallelism in this file.
 """
@@ -16,31 +16,31 @@ from titanlite.models.common import BalanceMethod, Score
 
 @dataclass(frozen=True)
 class RouterContext:
-    """What a router must know of the run around it; by default of one process."""
+    """What a router must know about the run; by default that of one process."""
 
     sequences: int = 1
-    """Of the whole global batch: the loss of balance is their mean."""
+    """Sequences of the whole global batch: the auxiliary loss is their mean."""
     forced: bool = False
     """Choose all experts in turn, whatever their scores."""
     sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
     """Sums counts over the ranks that share sequences."""
     runs_again: Callable[[], bool] = lambda: False
-    """Whether a forward pass is a recomputation, which was counted already."""
+    """Whether a forward pass is a recomputation, which has been counted already."""
 
 
 class Router(nn.Module):
-    """Choose `top_k` experts for each token, and their weights, in float32 or wider.
+    """Chooses `top_k` experts for each token, and their weights, in float32 or wider.
 
-    Balance "sequence" adds a loss: experts x sum over them of (share of a sequence's choices x mean
-    probability), times `coefficient`. Balance "bias" adds a bias to the scores for the choice
-    alone, not for the weights; after a step the framework moves it by `rate`.
+    Balance "sequence" adds an auxiliary loss: `coefficient` x experts x sum over experts of (share
+    of a sequence's choices x mean probability). Balance "bias" adds a bias to the scores for the
+    choice only, not for the weights; after each step the framework moves it by `rate`.
     """
 
     compiled_methods = ("choose", "balance_loss")
     bias: Tensor | None
-    counts: Tensor  # this rank's choices of each expert in this step; the framework zeroes them
-    auxiliary: Tensor  # this rank's part of this step's loss of balance; zeroed likewise
-    context = RouterContext()  # expert parallel sets another
+    counts: Tensor  # this rank's choices of each expert in this step; the framework resets them
+    auxiliary: Tensor  # this rank's part of this step's auxiliary loss; reset likewise
+    context = RouterContext()  # expert parallel replaces it
     coefficient = 1e-3
     rate = 1e-3
 
@@ -59,7 +59,9 @@ class Router(nn.Module):
         self.normalize = normalize
         self.balance = balance
         self.weight = nn.Parameter(torch.empty(experts, dim))
-        bias = torch.zeros(experts) if balance == "bias" else None
+        bias = None
+        if balance == "bias":
+            bias = torch.zeros(experts)
         self.register_buffer("bias", bias)
         counts = torch.zeros(experts, dtype=torch.int64)
         self.register_buffer("counts", counts, persistent=False)
@@ -67,14 +69,13 @@ class Router(nn.Module):
         self.register_buffer("auxiliary", auxiliary, persistent=False)
 
     def reset_buffers(self) -> None:
-        """Start without bias and counts."""
+        """Zero the bias and the counts."""
         for buffer in self.buffers():
             buffer.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights and numbers of the chosen experts (batch, tokens, top_k).
-
-        With them comes each expert's number of choices.
+        """Return weights and numbers of the chosen experts (batch, tokens, top_k), and how often
+        each expert was chosen.
         """
         context = self.context
         shares, weights, chosen, counts = self.choose(x, context.forced)
@@ -94,13 +95,15 @@ class Router(nn.Module):
 
     def choose(self, x: Tensor, forced: bool) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """Return the experts' shares of the scores, summed over the tokens (batch, experts), or
-        None without a loss of balance; then weights, numbers and counts (batch, experts) of the
-        chosen ones.
+        None without an auxiliary loss; then weights, numbers and counts (batch, experts) of the
+        chosen experts.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        bias = 0 if self.bias is None else self.bias
+        bias: Tensor | int = 0
+        if self.bias is not None:
+            bias = self.bias
         chosen = (scores.detach() + bias).topk(self.top_k, sorted=False).indices
         experts = len(self.counts)
         if forced:
@@ -110,7 +113,7 @@ class Router(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         choices = chosen.flatten(1)
-        # int64 would leave the graph.
+        # int64 would break the graph.
         counts = choices.new_zeros(len(x), experts, dtype=torch.int32)
         counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=torch.int32))
         if self.balance != "sequence":
@@ -120,9 +123,9 @@ class Router(nn.Module):
         return scores.sum(1), weights, chosen, counts
 
     def balance_loss(self, shares: Tensor, total: Tensor) -> Tensor:
-        """Return the sequences' auxiliary loss of this rank's tokens, from counts of all of them.
+        """Return this rank's part of the sequences' auxiliary loss, given the counts of all tokens.
 
-        It is linear in the tokens' probabilities, so that the ranks' parts add up.
+        It is linear in the tokens' probabilities, so the ranks' parts add up.
         """
         total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
@@ -131,7 +134,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers; each has its own tokens."""
+    """Gated feed-forward layers, each for different tokens."""
 
     compiled_methods = ("ends", "gated")
 
@@ -142,7 +145,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' outputs for tokens (n, dim), which are in the order of their experts.
+        """Return the outputs for tokens (n, dim), which are in the order of their experts.
 
         `counts` has the number of tokens for each expert.
         """
@@ -164,9 +167,9 @@ class Experts(nn.Module):
 def grouped_product(
     x: Tensor, weight: Tensor, counts: Tensor, ends: Tensor | None = None
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix of (groups, outputs, inputs).
+    """Multiply the rows of each group by the group's matrix in (groups, outputs, inputs).
 
-    `counts` are the groups' rows, and `ends` their running sums in int32.
+    `counts` has the number of rows of each group, and `ends` its running sum in int32.
     """
     outputs, inputs = weight.shape[1:]
     is_aligned = outputs * x.element_size() % 16 == 0 and inputs * x.element_size() % 16 == 0
@@ -181,13 +184,13 @@ def grouped_product(
 def sizes_on_host(counts: Tensor, rows: int) -> list[int]:
     """Return how many of `rows` each group has.
 
-    This waits for a GPU: only sizes for tests are not multiples of 16 bytes.
+    This waits for the GPU, but only sizes in tests are not multiples of 16 bytes.
     """
     return counts.tolist()
 
 
 class MoE(nn.Module):
-    """Send every token to its chosen experts, and sum their outputs by the router's weights."""
+    """Sends every token to its chosen experts, and sums their outputs by the router's weights."""
 
     compiled_methods = ("in_order", "mixed")
 
@@ -195,7 +198,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = router
         self.experts = experts
-        self.shared = shared  # every token goes to it
+        self.shared = shared  # computes every token
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output of (batch, tokens, dim)."""
@@ -208,7 +211,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def in_order(x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a row for each choice in the order of the experts, this order, and the choices'
+        """Return a row for each choice in the order of the experts, that order, and the choices'
         positions in it.
         """
         order = chosen.flatten().argsort(stable=True)
@@ -219,7 +222,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def mixed(outputs: Tensor, weights: Tensor, order: Tensor, position: Tensor) -> Tensor:
-        """Return the sums of the choices' outputs by weight."""
+        """Return the weighted sums of the choices' outputs."""
         own = GatherRows.apply(outputs, position, order)
         return (weights.to(own.dtype).unsqueeze(-2) @ own).squeeze(-2)
 
@@ -234,8 +237,8 @@ def inverse(order: Tensor) -> Tensor:
 class GatherRows(torch.autograd.Function):
     """Return rows by their numbers.
 
-    `uses` has the positions of each row in the result: one, or as (rows, times) several, so that
-    the backward pass adds in one order.
+    `uses` has the position of each row in the result, or several as (rows, times), so that the
+    backward pass adds in a fixed order.
     """
 
     @staticmethod
@@ -253,7 +256,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `x`; the backward pass gives `loss` the gradient 1, as a term of the model's."""
+    """Return `x`; the backward pass gives `loss` the gradient 1, as a term of the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

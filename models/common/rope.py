@@ -9,9 +9,9 @@ from titanlite.models.common import RopeScaling
 
 
 class Rope(nn.Module):
-    """A table of cosines and sines in float32, computed by `reset_buffers` and not saved."""
+    """A table of cosines and sines in float32, which `reset_buffers` computes; it is not saved."""
 
-    rotations: Tensor  # (positions, 1, pairs, 2); the 1 is for the heads
+    rotations: Tensor  # (positions, 1, pairs, 2); 1 for the heads
 
     def __init__(
         self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None = None
@@ -25,7 +25,7 @@ class Rope(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill the table, computing in float64 so that every device has the same float32 values."""
+        """Fill the table, computed in float64 so that every device has the same float32 values."""
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.rotations.device)
         frequencies = self.theta ** (-pairs / self.head_dim)
         s = self.scaling
@@ -42,7 +42,9 @@ class Rope(nn.Module):
 
     def forward(self, positions: Tensor | None, tokens: int) -> Tensor:
         """Return cosines and sines at positions (batch, tokens), or at 0 to tokens - 1."""
-        return self.rotations[:tokens] if positions is None else self.rotations[positions]
+        if positions is None:
+            return self.rotations[:tokens]
+        return self.rotations[positions]
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:

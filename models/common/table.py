@@ -1,4 +1,4 @@
-"""Rows that the tables of Llama and its kin share.
+"""Rows that the tables of Llama and similar models share.
 
 No torch here.
 """
@@ -8,15 +8,15 @@ from dataclasses import replace
 from titanlite.registry import Init, Role, Rotary, Rule, normal, ones
 
 _READS = normal(0.02)
-"""Of matrices that read the residual stream."""
+"""For matrices that read the residual stream."""
 _WRITES = normal(0.02, by_depth=True)
-"""Of wo and w2, which add to it: divided by sqrt(2 x (layer + 1))."""
+"""For wo and w2, which add to it: divided by sqrt(2 x (layer + 1))."""
 GATED: tuple[tuple[str, Init, Role, str], ...] = (
     ("w1", _READS, "column", "gate_proj"),
     ("w2", _WRITES, "row", "down_proj"),
     ("w3", _READS, "column", "up_proj"),
 )
-"""The matrices of SwiGLU and of Experts, and their names at Hugging Face."""
+"""The matrices of SwiGLU and of Experts, with their Hugging Face names."""
 
 
 def decoder_rules(dim: int, heads: int, kv_heads: int, tied: bool) -> tuple[Rule, ...]:
@@ -39,7 +39,7 @@ def decoder_rules(dim: int, heads: int, kv_heads: int, tied: bool) -> tuple[Rule
         Rule(block + "ffn_norm.weight", ones, "norm", hf + "post_attention_layernorm.weight"),
         Rule("norm.weight", ones, "norm", "model.norm.weight"),
     )
-    if tied:  # the embedding is the output layer as well
+    if tied:  # the embedding is also the output layer
         return (replace(table[0], init=_READS, tied="output.weight"), *table[1:])
     return (*table, Rule("output.weight", normal(dim**-0.5), "head", "lm_head.weight"))
 

@@ -26,8 +26,8 @@ class GPT2Config:
     max_seq_len: Size = 1024
     norm_eps: Epsilon = 1e-5
     dropout: float = 0.1
-    """Of the embedding, of attention probabilities, and of each layer's output to the residual
-    stream.
+    """Applies to the embedding, to attention probabilities, and to each layer's output to the
+    residual stream.
     """
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ def shape(c: GPT2Config) -> ModelDims:
 
 
 def parameters(c: GPT2Config) -> int:
-    # 4 matrices of attention and 2 of 4 times their size, biases, two norms.
+    # 4 matrices of attention, 2 that are 4 times as large, biases, two norms.
     block = 12 * c.dim**2 + 13 * c.dim
     return (c.vocab_size + c.max_seq_len + 2) * c.dim + c.n_layers * block
 
@@ -65,14 +65,16 @@ def parameters(c: GPT2Config) -> int:
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
     """Return the table.
 
-    Layers that write into the residual stream start smaller the more of them there are.
+    The more layers write into the residual stream, the smaller they start.
 
-    Hugging Face's matrices have a row per input, and queries, keys and values are the columns of
-    one matrix.
+    Hugging Face's matrices have a row per input, and queries, keys and values are columns of one
+    matrix.
     """
-    into, out_of = normal(0.02), normal(0.02 / (2 * c.n_layers) ** 0.5)
+    into = normal(0.02)
+    out_of = normal(0.02 / (2 * c.n_layers) ** 0.5)
     transposed = (Transposed(),)
-    block, hf = "layers.*.", "transformer.h.*."
+    block = "layers.*."
+    hf = "transformer.h.*."
     table = [
         Rule(
             "tok_embeddings.weight",
@@ -84,7 +86,8 @@ def rules(c: GPT2Config) -> tuple[Rule, ...]:
         Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
     ]
     for i, name in enumerate(("wq", "wk", "wv")):
-        ours, fused = f"{block}attention.{name}.", hf + "attn.c_attn."
+        ours = f"{block}attention.{name}."
+        fused = hf + "attn.c_attn."
         table += [
             Rule(
                 ours + "weight",

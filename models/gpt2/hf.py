@@ -1,4 +1,4 @@
-"""GPT-2's config.json at Hugging Face."""
+"""GPT-2's config.json for Hugging Face."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ _FIELDS = {
     "n_layers": "n_layer",
     "n_heads": "n_head",
     "max_seq_len": "n_positions",
+    "vocab_size": "vocab_size",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "resid_pdrop",
 }
-_FIELDS |= {"vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "dropout": "resid_pdrop"}
 HF = HuggingFace(
     hf_config,
     unchecked_config_keys=_DROPOUTS,

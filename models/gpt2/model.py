@@ -21,9 +21,8 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: torch.Tensor, mask: Mask | None) -> torch.Tensor:
-        def heads(
-            projected: torch.Tensor,
-        ) -> torch.Tensor:  # -1: under tensor parallel a rank has some of the heads
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            # -1: under tensor parallel a rank has some of the heads.
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         values = self.core(heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x)), mask)
@@ -58,10 +57,11 @@ class GPT2(Decoder):
     def __init__(self, c: GPT2Config, positions: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        # As many as the flavor has, whatever `positions` is: the weights must fit runs of any
+        # As many as the flavor has, whatever `positions` is, since the weights must fit runs of any
         # length.
         self.pos_embeddings = nn.Embedding(c.max_seq_len, c.dim)
-        self.dropout, self.attention_dropout = nn.Dropout(c.dropout), c.dropout
+        self.dropout = nn.Dropout(c.dropout)
+        self.attention_dropout = c.dropout
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.output = nn.Linear(c.dim, c.vocab_size, bias=False)

@@ -1,4 +1,4 @@
-"""Llama 3: flavors and the one table of its parameters."""
+"""Llama 3: flavors, and the table with a row per parameter pattern."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Llama 3's config.json at Hugging Face."""
+"""Llama 3's config.json for Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ HF_ROPE["original_positions"] = "original_max_position_embeddings"
 
 def hf_config(c: LlamaConfig) -> dict[str, Any]:
     """Return the config.json of a LlamaForCausalLM, for transformers 4 and 5."""
-    scaling = (
-        {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()}
-        if c.rope_scaling
-        else None
-    )
+    scaling = None
+    if c.rope_scaling:
+        scaling = {key: getattr(c.rope_scaling, name) for name, key in HF_ROPE.items()}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -36,7 +34,8 @@ def hf_config(c: LlamaConfig) -> dict[str, Any]:
 
 def hf_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of transformers' LlamaConfig for the keys that a config.json lacks."""
-    hidden, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
+    hidden = config.get("hidden_size", 4096)
+    heads = config.get("num_attention_heads", 32)
     sizes = {
         "vocab_size": 32000,
         "hidden_size": 4096,

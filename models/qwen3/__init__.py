@@ -1,4 +1,4 @@
-"""Qwen 3, dense and with experts: flavors and the one table of its parameters."""
+"""Qwen 3, dense and with experts: flavors, and the table with a row per parameter pattern."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -27,15 +27,14 @@ class QwenConfig:
     n_heads: Size
     n_kv_heads: Size
     hidden_dim: Size
-    """The width of a feed-forward layer.
-
-    Unused in blocks with experts, as in Hugging Face's config.json.
+    """The width of a feed-forward layer; unused in blocks with experts, as in Hugging Face's
+    config.json.
     """
     expert_dim: Size | Literal[0] = 0
     """The width of an expert."""
     experts: Size | Literal[0] = 0
     top_k: Size = 8
-    """The number of experts that a token meets."""
+    """The number of experts per token."""
     normalize: bool = True
     """The weights of a token's experts sum to one."""
     balance: BalanceMethod = "sequence"
@@ -48,11 +47,10 @@ class QwenConfig:
     """The output layer shares the embedding's weight."""
 
     def __post_init__(self) -> None:
-        idle = [
-            f.name
-            for f in fields(self)
-            if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default
-        ]
+        idle = []
+        for f in fields(self):
+            if f.name in ONLY_WITH_EXPERTS and getattr(self, f.name) != f.default:
+                idle.append(f.name)
         if idle and not self.experts:
             raise ValueError(f"{', '.join(idle)}: no effect without experts")
         if self.n_heads % self.n_kv_heads:
@@ -93,14 +91,11 @@ def shape(c: QwenConfig) -> ModelDims:
 
 def parameters(c: QwenConfig) -> int:
     attention = 2 * c.dim * (c.n_heads + c.n_kv_heads) * c.head_dim + 2 * c.head_dim
-    feed_forward = (
-        c.experts * c.dim * (1 + 3 * c.expert_dim) if c.experts else 3 * c.dim * c.hidden_dim
-    )
-    return (
-        (2 - c.tied) * c.vocab_size * c.dim
-        + c.n_layers * (attention + feed_forward + 2 * c.dim)
-        + c.dim
-    )
+    feed_forward = 3 * c.dim * c.hidden_dim
+    if c.experts:
+        feed_forward = c.experts * c.dim * (1 + 3 * c.expert_dim)
+    block = attention + feed_forward + 2 * c.dim
+    return (2 - c.tied) * c.vocab_size * c.dim + c.n_layers * block + c.dim
 
 
 def active_parameters(c: QwenConfig) -> int:
@@ -109,7 +104,8 @@ def active_parameters(c: QwenConfig) -> int:
 
 
 def rules(c: QwenConfig) -> tuple[Rule, ...]:
-    ours, theirs = "layers.*.", "model.layers.*."
+    ours = "layers.*."
+    theirs = "model.layers.*."
     norms = tuple(
         Rule(
             f"{ours}attention.{name}.weight",
@@ -123,7 +119,9 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
     common = (*decoder_rules(c.dim, c.n_heads, c.n_kv_heads, c.tied), *norms)
     if not c.experts:
         return (*common, *feed_forward_rules())
-    ours, theirs, active = ours + "moe.", theirs + "mlp.", c.top_k / c.experts
+    ours += "moe."
+    theirs += "mlp."
+    active = c.top_k / c.experts
     router = Rule(ours + "router.weight", normal(0.02), "replicated", theirs + "gate.weight")
     experts = (
         Rule(f"{ours}experts.{w}", init, "expert", f"{theirs}experts.#.{hf}.weight", active=active)
@@ -133,13 +131,17 @@ def rules(c: QwenConfig) -> tuple[Rule, ...]:
 
 
 def idle(c: QwenConfig) -> dict[str, str]:
-    return {"hidden_dim": "where all layers have experts"} if c.experts else {}
+    if c.experts:
+        return {"hidden_dim": "if all layers have experts"}
+    return {}
 
 
 def torchtitan(c: QwenConfig) -> TorchTitan:
-    """Return TorchTitan 0.2.2's form: all of its routers have a bias, and nothing moves it."""
-    bias, layers = "moe.expert_bias", range(c.n_layers if c.experts else 0)
-    zeros = {f"layers.{i}.{bias}": (c.experts,) for i in layers if c.balance != "bias"}
+    """Return TorchTitan 0.2.2's form: all its routers have a bias, which nothing moves."""
+    bias = "moe.expert_bias"
+    zeros = {}
+    if c.experts and c.balance != "bias":
+        zeros = {f"layers.{i}.{bias}": (c.experts,) for i in range(c.n_layers)}
     names = {"moe.router.weight": "moe.router.gate.weight", "moe.router.bias": bias}
     return TorchTitan(names, rotates_halves=True, zeros=zeros)
 

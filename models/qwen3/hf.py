@@ -1,4 +1,4 @@
-"""Qwen 3's config.json at Hugging Face."""
+"""Qwen 3's config.json for Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MOE_KEYS = {
     "expert_dim": "moe_intermediate_size",
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",
+    "normalize": "norm_topk_prob",
 }
-_MOE_KEYS |= {"normalize": "norm_topk_prob"}
 _KEYS = {**HF_KEYS, "head_dim": "head_dim", **_MOE_KEYS}
 
 
@@ -24,15 +24,15 @@ def hf_config(c: QwenConfig) -> dict[str, Any]:
     """Return the config.json of a Qwen3ForCausalLM or Qwen3MoeForCausalLM, for transformers 4 and
     5.
     """
-    return {
-        "architectures": ["Qwen3MoeForCausalLM" if c.experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if c.experts else "qwen3",
-        **{
-            key: getattr(c, name)
-            for name, key in _KEYS.items()
-            if c.experts or name not in _MOE_KEYS
-        },
-        **({"decoder_sparse_step": 1, "mlp_only_layers": []} if c.experts else {}),
+    config: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    keys = {**HF_KEYS, "head_dim": "head_dim"}
+    if c.experts:
+        config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        keys = _KEYS
+    config |= {key: getattr(c, name) for name, key in keys.items()}
+    if c.experts:
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config | {
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,

@@ -24,8 +24,9 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, rotations: Tensor, mask: Mask | None) -> Tensor:
         h = h + self.attention(self.attention_norm(h), rotations, mask)
-        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
-        return h + feed_forward(self.ffn_norm(h))
+        if hasattr(self, "moe"):
+            return h + self.moe(self.ffn_norm(h))
+        return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Qwen(Decoder):

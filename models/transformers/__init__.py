@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, trained as it is.
+"""Any causal language model of transformers, trained without changes.
 
 A flavor is the content of a config.json. Importing this imports neither torch nor transformers.
 """
@@ -39,13 +39,13 @@ def flavor_of(values: Mapping[str, Any]) -> Any:
 
 
 _NEEDED = {
-    "documents": ("training.document_mask", "its documents are not kept apart"),
-    "chunks": ("training.loss_chunks", "its head gives other logits in chunks"),
+    "documents": ("training.document_mask", "its documents are not kept separate"),
+    "chunks": ("training.loss_chunks", "its head computes different logits in chunks"),
     "compiles": ("compile.enable", "its blocks do not compile"),
     "buffers": ("model.name", "its buffers are not restored"),
     "causal": ("model.name", "it sees later tokens, so it is no causal model"),
 }
-"""What a class must do for a key, by the question of the probe."""
+"""By question of the probe: the key that needs a "yes", and what is wrong otherwise."""
 
 
 def _tiny(kind: str, sizes: Mapping[str, int], **more: int) -> Any:
@@ -75,24 +75,27 @@ def library() -> ModuleType:
 
 @dataclass(frozen=True)
 class TransformersSpec(ModelSpec):
-    """The spec of all classes; `of` returns that of one, with the names of its modules."""
+    """The spec of all classes; `of` returns one class's, with the names of its modules."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
         """Return the flavor's config.json with some keys replaced; "none" stands for null."""
         if flavor not in self.flavors and flavor != "hf":
             legal = [*self.flavors, "hf"]
-            hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
+            close = nearest(flavor, legal)
+            hint = ""
+            if close:
+                hint = f'did you mean "{close}"? '
             raise UserError(f'unknown flavor "{flavor}"; {hint}legal: {", ".join(legal)}')
         values: dict[str, Any] = {}
         if flavor in self.flavors:
             values = dataclasses.asdict(self.flavors[flavor])
         if overrides.get("model_type", values.get("model_type")) != values.get("model_type"):
-            values = {}  # another class, whose sizes are its own
+            values = {}  # another class has other sizes
         values = _merged(values, overrides)
         if not values.get("model_type"):
             raise UserError("model.overrides has no model_type; flavor hf takes a config.json")
         configured = flavor_of(values)
-        library().layout(as_json(configured))  # refuses what it can't be built of
+        library().layout(as_json(configured))  # refuses a config that can't be built
         return configured
 
     def of(self, model_config: Any) -> ModelSpec:
@@ -123,9 +126,13 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     for key, value in changes.items():
         if isinstance(value, Mapping):
             below = merged.get(key)
-            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
+            if not isinstance(below, Mapping):
+                below = {}
+            merged[key] = _merged(below, value)
+        elif value == "none":
+            merged[key] = None
         else:
-            merged[key] = None if value == "none" else value
+            merged[key] = value
     return merged
 
 

@@ -1,4 +1,4 @@
-"""Weights in a folder's own names and forms, by the library's own conversion."""
+"""Weights in the names and forms of a Hugging Face folder, through the library's conversion."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from titanlite.registry import Conversion
 
 @dataclass(eq=False)
 class Reverted(Conversion):
-    """Parameters that the library renames, cuts, joins or turns when it saves."""
+    """Parameters that the library renames, splits, joins or transposes when it saves."""
 
     model: Any
     parameters: tuple[str, ...]
     shapes: dict[str, torch.Size]
     names: tuple[str, ...]
     last: tuple[Tensor, dict[str, Tensor]] | None = None
-    """The last weight, whose tensors are taken one by one."""
+    """The last weight and its tensors, which are requested one by one."""
 
     def to_hf(self, weights: Sequence[Tensor], name: str) -> Tensor:
         if self.last is None or self.last[0] is not weights[0]:
@@ -39,12 +39,15 @@ class Reverted(Conversion):
         return tensor
 
     def from_hf(self, parameter: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Return the weight; where its elements come from is found by their numbers' way there."""
-        numbers, end = {}, 0
+        """Return the weight; converting its elements' numbers shows where each comes from."""
+        numbers = {}
+        end = 0
         for name, shape in self.shapes.items():
-            start, end = end, end + shape.numel()
+            start = end
+            end += shape.numel()
             numbers[name] = torch.arange(start, end).view(shape)
-        first, size = int(numbers[parameter].min()), numbers[parameter].numel()
+        first = int(numbers[parameter].min())
+        size = numbers[parameter].numel()
         weight: Tensor | None = None
         for name, places in revert_weight_conversion(self.model, numbers).items():
             part = read(name)
@@ -57,7 +60,7 @@ class Reverted(Conversion):
 
 
 def conversions(values: str) -> dict[str, Conversion]:
-    """Return the parameters that a folder has otherwise, by name."""
+    """Return the parameters that a folder stores in another form, by name."""
     model = on_meta(json.loads(values))
     buffers = dict(model.named_buffers())
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -74,10 +77,16 @@ def conversions(values: str) -> dict[str, Conversion]:
         else:
             groups.setdefault((*alone,), {})[name] = weight.shape
     times = Counter([*kept, *chain(*groups)])
-    if unknown := sorted(saved.keys() ^ times.keys() | {n for n in times if times[n] > 1}):
+    unknown = sorted(saved.keys() ^ times.keys() | {n for n in times if times[n] > 1})
+    if unknown:
         raise UserError(
-            f"{type(model).__name__} saves tensors that are made of parameters of others:"
+            f"{type(model).__name__} saves tensors that combine parameters in an unknown way:"
             f"{some_of(unknown)}\nPlain files: titanlite checkpoint export --format safetensors"
         )
-    found = [Reverted(model, (*shapes,), shapes, names) for names, shapes in groups.items()]
-    return {name: each for each in found for name in each.parameters}
+    found = []
+    for names, shapes in groups.items():
+        found.append(Reverted(model, (*shapes,), shapes, names))
+    by_name = {}
+    for each in found:
+        by_name |= dict.fromkeys(each.parameters, each)
+    return by_name

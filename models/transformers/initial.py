@@ -1,7 +1,7 @@
-"""Initial values of transformers' classes as functions of a seed and a name, on no mesh.
+"""Initial values of transformers' classes as functions of a seed and a name, independent of a mesh.
 
-`_init_weights` runs on the meta device and is watched. On shards it would give every rank the same
-values.
+`_init_weights` runs on the meta device, where its writes are recorded. On shards it would give
+every rank the same values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers import PreTrainedModel, initialization
 from titanlite.registry import Init
 
 Write = tuple[str, float, str]
-"""What wrote a parameter, its value, and the module that was being initialized."""
+"""How a parameter was written, its value, and the module being initialized."""
 
 
 def recorded(model: Any) -> tuple[dict[str, Init], list[str]]:
-    """Return the initial values of every parameter, and why some are not known."""
+    """Return the initial values of every parameter, and why some are unknown."""
     writes = _watch(model)
     redrawn = lru_cache(maxsize=1)(partial(_redrawn, model))
     found: dict[str, Init] = {}
@@ -33,7 +33,7 @@ def recorded(model: Any) -> tuple[dict[str, Init], list[str]]:
         history = writes.get(name)
         if not history:
             built = getattr(parameter, "built", None)
-            if built is None or parameter._version:  # or changed later
+            if built is None or parameter._version:  # a later change is unknown too
                 faults.append(f"{name}: drawn or left unset when the class is built")
             else:
                 found[name] = Init(edit=partial(_copy, built))
@@ -52,7 +52,7 @@ def recorded(model: Any) -> tuple[dict[str, Init], list[str]]:
 
 
 def _watch(model: Any) -> dict[str, list[Write]]:
-    """Run the class's initialization on the meta device; return what it wrote, in order."""
+    """Run the class's initialization on the meta device, and return what it writes, in order."""
     names = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
     paths = {id(module): name for name, module in model.named_modules()}
     writes: dict[str, list[Write]] = {}
@@ -60,17 +60,22 @@ def _watch(model: Any) -> dict[str, list[Write]]:
 
     def note(kind: str, value: float, tensor: Any) -> Any:
         name = names.get(id(tensor))
-        if name is None and tensor._base is not None:  # a part of it
+        if name is None and tensor._base is not None:  # a part of a parameter
             name = names.get(id(tensor._base))
-            kind = "row" if kind == "constant" and value == 0 and tensor.dim() == 1 else "part"
+            is_zero_row = kind == "constant" and value == 0 and tensor.dim() == 1
+            kind = "part"
+            if is_zero_row:
+                kind = "row"
             value = tensor.storage_offset() // max(1, tensor.numel())
-        # A head that shares the embedding's weight is initialized before it shares it.
+        # A head that shares the embedding's weight is initialized before they are tied.
         if name is not None and name.startswith(owner[0]):
             writes.setdefault(name, []).append((kind, value, owner[0]))
         return tensor
 
     def normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-        return note("normal" if mean == 0 else "other", std, tensor)
+        if mean == 0:
+            return note("normal", std, tensor)
+        return note("other", std, tensor)
 
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     functions: dict[str, Any] = {
@@ -106,7 +111,8 @@ def _replaced(
     model: nn.Module, functions: dict[str, Any], copy_: Callable[..., Any]
 ) -> Iterator[None]:
     """Let the library's initialization call these functions."""
-    originals, own_copy = dict(initialization.TORCH_INIT_FUNCTIONS), initialization.copy_
+    originals = dict(initialization.TORCH_INIT_FUNCTIONS)
+    own_copy = initialization.copy_
     _forget(model)
     initialization.TORCH_INIT_FUNCTIONS.update(functions)
     initialization.copy_ = copy_
@@ -122,13 +128,13 @@ def _replaced(
 
 
 def _forget(model: nn.Module) -> None:
-    """Let no module count as initialized."""
+    """Mark no module as initialized."""
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
 
 
 def _zero_row(row: int, local: Tensor, offset: tuple[int, ...], seed: int) -> None:
-    """Zero the row of the padding token, if a shard has it."""
+    """Zero the row of the padding token, if the shard has it."""
     if offset[0] <= row < offset[0] + len(local):
         local[row - offset[0]] = 0
 
@@ -147,12 +153,12 @@ def _redraw(
     offset: tuple[int, ...],
     seed: int,
 ) -> None:
-    """Copy a shard's part of what the class gives a module of its own."""
+    """Copy a shard's part of the values that the class draws for a module."""
     _copy(redrawn(owner, seed)[key], local, offset, seed)
 
 
 def _redrawn(model: Any, owner: str, seed: int) -> dict[str, Tensor]:
-    """Return a module's parameters as the class draws them, from (seed, the module's name)."""
+    """Return a module's parameters as the class draws them, seeded by (seed, the module's name)."""
     module = copy.deepcopy(model.get_submodule(owner), {id(model): model}).to_empty(device="cpu")
     digest = hashlib.sha256(f"{seed}/{owner}".encode()).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

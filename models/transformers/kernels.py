@@ -1,6 +1,4 @@
-"""Packages of kernels, which classes call where they are installed, and which take no tensors of a
-CPU.
-"""
+"""Kernel packages, which classes call if they are installed, and which do not support a CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ PACKAGES = {
     "mamba_ssm": "mamba-ssm",
     "fla": "flash-linear-attention",
 }
-"""Each with its distribution."""
+"""Each module, with its distribution."""
 
 
 def found() -> str:
-    """Return the packages that are installed, with their versions."""
+    """Return the installed packages, with their versions."""
     return " ".join(f"{name} {_version(PACKAGES[name])}" for name in PACKAGES if find_spec(name))
 
 
@@ -33,7 +31,7 @@ def _version(distribution: str) -> str:
 
 @contextmanager
 def torch_functions() -> Iterator[None]:
-    """Let classes call torch's functions in place of kernels, as they do for torch.export."""
+    """Let classes call torch's functions instead of kernels, as they do under torch.export."""
     if "transformers" not in sys.modules:
         yield
         return

@@ -1,7 +1,7 @@
 """A class of transformers as a model: its config, forward pass, buffers and table.
 
-The class is not changed: its own forward pass computes logits, and its own `_init_weights` says how
-parameters begin.
+The class is not changed: its forward pass computes logits, and its `_init_weights` determines the
+initial values.
 """
 
 from __future__ import annotations
@@ -38,21 +38,24 @@ from titanlite.registry import ModelDims, Rule
 _IGNORED = ("_*", "auto_map", "*transformers*", "unsloth*", "model_max_length")
 """Keys of a config.json that no class reads."""
 _MOST_KEPT = 1 << 16
-"""Elements of a tensor that is kept as it was built."""
+"""The largest number of elements of a tensor that is kept as it was built."""
 _NO_VALUE = re.compile("(new_)?(empty|normal|uniform|bernoulli|randn?)(_like|_strided)?_?")
-"""Functions whose results are drawn, or left unset."""
+"""Functions whose results are random or unset."""
 transformers.logging.set_verbosity_error()
 
 
 def config_of(flavor: Any) -> Any:
-    """Return the config object of a flavor; refuse what transformers would take silently."""
+    """Return the config object of a flavor; refuse what transformers would silently accept."""
     values = copy.deepcopy(dataclasses.asdict(flavor))
     kind = values.pop("model_type")
     if kind not in CLASSES:
-        hint = f"; nearest: {close}" if (close := nearest(kind, [*CLASSES])) else ""
+        close = nearest(kind, [*CLASSES])
+        hint = ""
+        if close:
+            hint = f"; nearest: {close}"
         raise UserError(
             f'model_type "{kind}" has no causal language model in transformers '
-            f"{transformers.__version__}{hint}. Code of a folder is never run: install the package "
+            f"{transformers.__version__}{hint}. Code in a folder is never run: install the package "
             "that registers the class, and name it in model.package"
         )
     try:
@@ -67,7 +70,7 @@ def config_of(flavor: Any) -> Any:
             hint = f"; nearest: {nearest(key, [*known]) or 'none'}"
             raise UserError(f"{kind} has no key {key} in its config.json{hint}")
     if config.is_encoder_decoder or getattr(config, "vision_config", None):
-        raise UserError(f"{kind} is no decoder of text alone")
+        raise UserError(f"{kind} is not a text-only decoder")
     weight = getattr(config, "router_aux_loss_coef", 0) or 0
     if getattr(config, "output_router_logits", False) and weight > 0:
         raise UserError(
@@ -79,7 +82,7 @@ def config_of(flavor: Any) -> Any:
 
 @lru_cache
 def _code_of(config_class: type) -> str:
-    """Return the source of a class, which reads keys that its config does not declare."""
+    """Return the source of a class, which may read keys that its config does not declare."""
     classes: Any = config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     return "".join(Path(inspect.getfile(each)).read_text() for each in classes)
 
@@ -98,10 +101,10 @@ def dims(flavor: Any) -> ModelDims:
 
 
 def _one(config: Any, name: str) -> int | None:
-    """Return a size of a config; None if it lacks it, or has one for each layer."""
+    """Return a size of a config; None if it has none, or one for each layer."""
     try:
         return getattr(config, name)
-    except Exception:  # a library's own, or AttributeError
+    except Exception:  # an AttributeError, or the library's own error
         return None
 
 
@@ -111,7 +114,7 @@ def config_json(flavor: Any) -> dict[str, Any]:
 
 
 def build(flavor: Any, positions: int) -> nn.Module:
-    """Return the class's instance on torch's default device, with our forward pass."""
+    """Return an instance of the class on torch's default device, with our forward pass."""
     config = config_of(flavor)
     make = partial(
         AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=False
@@ -124,13 +127,14 @@ def build(flavor: Any, positions: int) -> nn.Module:
                 raise
             model = make(attn_implementation="eager")
     for part in (model.config, model.config.get_text_config()):
-        part.use_cache = False  # not every forward pass has the argument
+        part.use_cache = False  # not every forward pass takes it as an argument
     with_experts = getattr(model, "set_experts_implementation", None)
     if with_experts and any("experts" in name for name, _ in model.named_modules()):
         with_experts(_register_experts())
     model.forward = MethodType(forward, model)
     for module in model.modules():
-        if buffers := dict(module.named_buffers(recurse=False)):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
             built = {n: b.clone() for n, b in buffers.items() if b.numel() <= _MOST_KEPT}
             module.reset_buffers = partial(_reset, model, module, built)  # type: ignore[assignment]
             if torch.get_default_device().type == "meta":
@@ -140,16 +144,18 @@ def build(flavor: Any, positions: int) -> nn.Module:
 
 
 def _register_experts() -> str:
-    """Return the name of an implementation of experts that all types have, and which compiles.
+    """Return the name of an implementation of experts that compiles and supports all types.
 
-    "eager" loops over data, "grouped_mm" has no float64, and "batched_mm" copies an expert's
-    matrices for each of its tokens, hundreds of gigabytes in a real model.
+    "eager" loops over data, "grouped_mm" does not support float64, and "batched_mm" copies an
+    expert's matrices for each of its tokens, hundreds of gigabytes in a real model.
     """
     from transformers.integrations import moe
 
     def forward_experts(self: nn.Module, hidden: torch.Tensor, *args: Any, **more: Any) -> Any:
         is_double = hidden.dtype == torch.float64
-        run = moe.batched_mm_experts_forward if is_double else moe.grouped_mm_experts_forward
+        run = moe.grouped_mm_experts_forward
+        if is_double:
+            run = moe.batched_mm_experts_forward
         return run(self, hidden, *args, **more)
 
     moe.ALL_EXPERTS_FUNCTIONS.register("titanlite", forward_experts)
@@ -158,7 +164,7 @@ def _register_experts() -> str:
 
 @contextmanager
 def values_as_built() -> Iterator[None]:
-    """Build a model without memory, but with the values of its buffers and small parameters."""
+    """Build models without memory, but keep the values of their buffers and small parameters."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -181,12 +187,12 @@ def values_as_built() -> Iterator[None]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Make NaN of small results that are no values: drawn, or left unset."""
+    """Turns small results that are random or unset into NaN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_none = _NO_VALUE.fullmatch(getattr(func, "__name__", ""))
-        if is_none and result.is_floating_point() and result.numel() <= _MOST_KEPT:
+        has_no_value = _NO_VALUE.fullmatch(getattr(func, "__name__", ""))
+        if has_no_value and result.is_floating_point() and result.numel() <= _MOST_KEPT:
             result.detach().fill_(float("nan"))
         return result
 
@@ -198,8 +204,8 @@ def forward(
     documents: Tensor | None = None,
     head: Callable[[Tensor, Any], Tensor] | None = None,
 ) -> Tensor:
-    """Return logits of (batch, tokens), or the result of `head`, called with hidden states and
-    what makes logits of them.
+    """Return logits of (batch, tokens), or the result of `head`, which is called with hidden states
+    and a function that turns them into logits.
     """
     own = type(self).forward
     known = inspect.signature(own).parameters
@@ -214,8 +220,8 @@ def forward(
 
 @contextmanager
 def _packed(documents: Tensor | None) -> Iterator[None]:
-    """Let the library make masks for these documents; it would guess them from positions."""
-    # transformers 5.24. Masks of its own making keep sliding windows, which one of ours would lose.
+    """Let the library build masks for these documents, which it would guess from positions."""
+    # transformers 5.24. Its masks keep sliding windows, which ours would lose.
     original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: documents
     try:
@@ -225,16 +231,18 @@ def _packed(documents: Tensor | None) -> Iterator[None]:
 
 
 class _Output(dict):
-    """What a decoder returns, by attribute, name or number."""
+    """A decoder's result, by attribute, name or number."""
 
     __getattr__ = dict.get
 
     def __getitem__(self, key: Any) -> Any:
-        return self.get("last_hidden_state") if key == 0 else self.get(key)
+        if key == 0:
+            return self.get("last_hidden_state")
+        return self.get(key)
 
 
 class _Tail:
-    """The class's own forward pass after its decoder: the output layer with scales and caps."""
+    """The class's forward pass after its decoder: the output layer with its scales and caps."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -253,18 +261,21 @@ class _Tail:
 
 
 def _reset(model: Any, module: nn.Module, built: dict[str, Tensor]) -> None:
-    """Fill a module's buffers as the class does, or as it built them, and leave its parameters."""
+    """Fill a module's buffers as the class does, or as it built them; leave its parameters."""
     buffers = dict(module.named_buffers(recurse=False))
     for buffer in buffers.values():
-        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+        else:
+            buffer.zero_()
     own: list[Any] = [*module.parameters(recurse=False)]
     for parameter in own:
         parameter._is_hf_initialized = True
-    model.base_model._init_weights(module)  # some read what only the inner model has
+    model.base_model._init_weights(module)  # some classes read what only the inner model has
     for parameter in own:
         del parameter._is_hf_initialized
     if any(type(buffer) is not Tensor for buffer in module.buffers(recurse=False)):
-        return  # a rehearsal has no values
+        return  # fake tensors of a rehearsal have no values
     lost = [name for name, buffer in buffers.items() if buffer.isnan().any()]
     for name in built.keys() & lost:
         buffers[name].copy_(built[name])
@@ -282,27 +293,35 @@ def layout(values: str) -> dict[str, Any]:
 
 
 def layout_of(model: Any) -> dict[str, Any]:
-    """Return the names of a class's blocks and of what runs before and after them."""
+    """Return the names of a class's blocks, and of the modules before and after them."""
     split = {*(model._no_split_modules or ())}
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    lists = {}
+    for n, m in model.named_modules():
+        if isinstance(m, nn.ModuleList) and len(m):
+            lists[n] = m
     blocks = {n: m for n, m in lists.items() if {type(b).__name__ for b in m} <= split} or lists
     if not blocks:
         raise UserError(f"{type(model).__name__} has no list of blocks")
     path = max(blocks, key=lambda name: len(blocks[name]))
     parent = model.get_submodule(path.rpartition(".")[0])
     prefix = path.removesuffix(path.rpartition(".")[2])
-    before, after = [], []
+    before = []
+    after = []
     for name, child in parent.named_children():
         if isinstance(child, nn.Embedding):
             before.append(prefix + name)
         elif "norm" in type(child).__name__.lower():
             after.append(prefix + name)
-    tables, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head:
             above = name.rpartition(".")[0]
-            own = model.get_submodule(above).parameters(recurse=False)  # BERT's bias is in both
-            after.append(name if {*head.parameters()}.isdisjoint(own) else above)
+            own = model.get_submodule(above).parameters(recurse=False)
+            if {*head.parameters()}.isdisjoint(own):
+                after.append(name)
+            else:  # BERT's bias is in both
+                after.append(above)
         elif module is tables and name not in before:
             before.append(name)
     return {"blocks": path, "before": tuple(before), "after": tuple(after)}
@@ -310,7 +329,7 @@ def layout_of(model: Any) -> dict[str, Any]:
 
 @lru_cache
 def rules(values: str) -> tuple[Rule, ...]:
-    """Return a row for each parameter, with its values as the class begins them."""
+    """Return a row for each parameter, with the class's initial values."""
     model: Any = on_meta(json.loads(values))
     initial, faults = recorded(model)
     if faults:
@@ -338,7 +357,11 @@ def _second_names(model: nn.Module) -> dict[str, str]:
     """Return the second name of every parameter that has one, by its first."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return {first[parameter]: name for name, parameter in named if name != first[parameter]}
+    found = dict[str, str]()
+    for name, parameter in named:
+        if name != first[parameter]:
+            found[first[parameter]] = name
+    return found
 
 
 def on_meta(values: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""What a class does, seen on a small instance of it on the CPU, in seconds.
+"""What a class supports, found in seconds by trying a small instance on the CPU.
 
-Nothing of this is assumed of a class, since its code does not say it. The answers are kept by what
-they depend on.
+Nothing here can be assumed, since a class does not declare it. The answers are cached by everything
+that they depend on.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ _GIVEN = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
-"""For keys that are null: of some classes the default config does not make a model."""
-_DEPTHS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
-_SIZES = {key: size for size, keys in _SMALL.items() for key in keys.split()}
+"""For keys that are null, since some classes' default config does not build a model."""
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES: dict[str, int] = {}
+for _size, _keys in _SMALL.items():
+    _SIZES |= dict.fromkeys(_keys.split(), _size)
 _LARGEST = 20_000_000
-"""Parameters of an instance that is small."""
+"""The most parameters of a small instance."""
 QUESTIONS = ("causal", "documents", "chunks", "buffers", "compiles")
 _LENGTH = 24
 _FIRST = 11
@@ -66,7 +68,7 @@ _FIRST = 11
 
 
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with small sizes, and lists of layers as long as these."""
+    """Return a config.json with small sizes, and lists of layers shortened to match."""
     small: dict[str, Any] = {}
     depth = next((values[key] for key in _DEPTHS if key in values), 0)
     for key, value in values.items():
@@ -77,7 +79,8 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = shrunk(value)
         elif isinstance(value, list | tuple) and depth and len(value) == depth:
             later = [each for each in value[4:] if each not in value[:4]]
-            small[key] = [*value[:3], *[*later, *value[3:]][:1]]  # one of another kind
+            fourth = [*later, *value[3:]][:1]  # of another kind, if there is one
+            small[key] = [*value[:3], *fourth]
         elif key == "attention_types":
             small[key] = [[value[0][0], 4 // len(value[0][0])]]
         elif value is None and key in _GIVEN:
@@ -100,7 +103,7 @@ def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def small_config(config: Any) -> dict[str, Any]:
-    """Return the content of a config.json of a small instance of a config's class."""
+    """Return the content of a config.json for a small instance of a config's class."""
     full = config.to_dict()
     fields = [field.name for field in dataclasses.fields(config)]
     given = {key: full[key] for key in fields if key in full}
@@ -147,7 +150,8 @@ def _answers(values: str) -> dict[str, str]:
 @torch.no_grad()
 def _ask(model: Any, flavor: Any) -> dict[str, str]:
     tokens = torch.randint(4, model.config.get_text_config().vocab_size, (1, _LENGTH))
-    before, after = tokens.clone(), tokens.clone()
+    before = tokens.clone()
+    after = tokens.clone()
     before[:, :_FIRST] = tokens[:, :_FIRST].flip(1)
     after[:, _FIRST:] = tokens[:, _FIRST:].flip(1)
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_LENGTH - _FIRST)])[None]
@@ -175,11 +179,13 @@ def _answer(look: Callable[[], str]) -> str:
 
 def _differ(found: Tensor, expected: Tensor) -> str:
     error = float((found - expected).norm() / expected.norm())
-    return "" if error < 1e-5 else f"logits differ by {error:.0e}"
+    if error < 1e-5:
+        return ""
+    return f"logits differ by {error:.0e}"
 
 
 def _restored(model: Any, flavor: Any) -> str:
-    """Return the buffers that a model without memory gets otherwise."""
+    """Return the buffers that a model built without memory restores differently."""
     with torch.device("meta"):
         restored: Any = build(flavor, _LENGTH)
     restored.to_empty(device="cpu")
@@ -187,8 +193,13 @@ def _restored(model: Any, flavor: Any) -> str:
         if [*module.buffers(recurse=False)]:
             module.reset_buffers()
     found = dict(restored.named_buffers())
-    wrong = [n for n, b in model.named_buffers() if not torch.equal(found[n], b)]
-    return f"not {', '.join(wrong)}" if wrong else ""
+    wrong = []
+    for name, buffer in model.named_buffers():
+        if not torch.equal(found[name], buffer):
+            wrong.append(name)
+    if not wrong:
+        return ""
+    return f"not {', '.join(wrong)}"
 
 
 def _compiled(model: Any, tokens: Tensor, plain: Tensor) -> str:

@@ -243,6 +243,7 @@ def test_other_data_or_another_seed_is_refused_unless_the_data_is_to_start_over(
     argv = [*SAVING, "--training.steps=2", over]
     (again,) = train(argv, tmp_path)
     assert again["begun"] == 1 and again["data"] == {2: first["data"][1]}
+    says(again["log"], "resumed step 1 from", "step-1 without data (checkpoint.exclude")
     position = read_state(tmp_path / "checkpoint/step-2")["position"]
     assert (position["tokens"], position["consumed"]) == (2 * 2 * 16, 2)
 

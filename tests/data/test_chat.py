@@ -133,7 +133,7 @@ def test_a_template_can_run_no_code(tmp_path):
     ("template", "chat", "named"),
     [
         ("", CHAT, "tokenizer_config.json"),
-        ("{% for %}", CHAT, "template is none"),
+        ("{% for %}", CHAT, "template is invalid"),
         ("{{ raise_exception('only tools') }}", CHAT, "only tools"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", CHAT, "loses"),
         (PLAIN, CHAT[:1], "chats.jsonl: line 1: no message"),

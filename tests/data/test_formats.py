@@ -61,8 +61,8 @@ def test_documents_end_where_the_index_says(tmp_path, dtype):
     [
         (0, b"x", "Megatron"),
         (20, b"", "Megatron"),
-        (-3, b"", "cut"),
-        (1 << 20, b"\0", "cut"),
+        (-3, b"", "truncated"),
+        (1 << 20, b"\0", "truncated"),
         (9, b"\2", "version 2"),
         (17, b"\6", "type 6"),
         (17, b"\4", "order of"),
@@ -230,7 +230,7 @@ def test_shards_of_subfolders_are_read_and_hidden_files_are_not(tmp_path):
         (gzip.compress(b"start,end\n0,9\n"), "damaged: invalid"),
         (gzip.compress(b"0,4\n5,9\n"), "begin where"),
         (gzip.compress(b"0\n4,9\n"), "damaged"),
-        (gzip.compress(b""), "of 0 ids"),
+        (gzip.compress(b""), "has 0 ids"),
     ],
     ids=range(6),  # bytes with a time in them would be other names in each worker
 )

@@ -84,16 +84,18 @@ def test_packed_windows_hold_whole_documents(folder):
         assert found == sorted(list(text.encode()) for text in expected)
 
 
-def packed_digits(folder, digits: str, end: int) -> list[str]:
+def packed_digits(folder, digits: str, end: int, seq_len: int = 8) -> list[str]:
     """Write digits as a shard, pack it, and return its documents."""
     np.asarray([*map(int, digits)], np.uint16).tofile(folder / "a.npy")
-    found = documents_of(Packed(ShardSource("training", folder, 100, end), 8, "training"))
+    found = documents_of(Packed(ShardSource("training", folder, 100, end), seq_len, "training"))
     return ["".join(map(str, document)) for document in found]
 
 
-def test_a_packing_plan_belongs_to_an_end_token_and_a_content(tmp_path):
+def test_a_packing_plan_belongs_to_an_end_token_a_length_and_a_content(tmp_path):
     assert packed_digits(tmp_path, "129374596789", end=9) == ["129", "37459", "6789"]
     assert packed_digits(tmp_path, "129374596789", end=7) == ["12937", "45967", "89"]
+    cut = ["129", "374", "459", "678", "89"]
+    assert packed_digits(tmp_path, "129374596789", end=9, seq_len=2) == cut
     assert packed_digits(tmp_path, "192345967859", end=9) == ["19", "23459", "67859"]
 
 

@@ -34,6 +34,7 @@ from tests.runs import (
     start,
 )
 from tests.tools.conftest import record, write
+from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.checkpoint.status import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
@@ -206,6 +207,13 @@ def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "hf"}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert not held, "as before, for what this process starts next"
+
+
+def test_a_step_beside_the_folder_that_a_run_looks_in_is_refused_with_both(tmp_path, capsys):
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / MANIFEST).write_bytes(Manifest(4, False, {}, {}).render())
+    err = start_refused(["--checkpoint.enable"], tmp_path, capsys)
+    says(err, "job.dump_folder: ", f"{tmp_path}/step-4 ", f"{tmp_path}/checkpoint: move it there")
 
 
 # ---------------------------------------------------------------- what failed first

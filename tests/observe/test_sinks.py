@@ -27,7 +27,7 @@ from tests.messages import refused, says
 from tests.runs import losses, records
 from titanlite.cli import main
 from titanlite.errors import RunFailed
-from titanlite.observe.metrics import JsonLines, TensorBoard
+from titanlite.observe.sinks import JsonLines, TensorBoard
 from titanlite.observe.trackers import require_sinks
 from titanlite.train import worker
 from titanlite.train.report import Report

@@ -9,7 +9,7 @@ from tests.jobs import MOE, PARROT, TINY, job
 from tests.messages import refused
 from titanlite.errors import format_bytes
 from titanlite.observe.memory import machine_bytes
-from titanlite.observe.metrics import StepRecord, format_duration
+from titanlite.observe.sinks import StepRecord, format_duration
 from titanlite.observe.throughput import peak_tflops
 from titanlite.optim import TrainedParam, build_optimizer, check_trained, trained_parameters
 from titanlite.optim.build import _is_exempt

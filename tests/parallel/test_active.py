@@ -157,7 +157,9 @@ def test_notes_name_what_was_applied_once_each_in_order():
     """A technique that has nothing to do is not mentioned."""
     words = f"{TP} {COMPILED} {RECOMPUTED}full"
     names = ["tensor parallel on 2", "torch.compile", "recompute every", "FSDP on 2"]
-    for world, argv, expected in ((1, [], []), (4, words.split(), names)):
+    casts = ["--training.mixed_precision_param=bfloat16"]
+    rows = [(1, [], []), (1, casts, ["bfloat16 to parameters"]), (4, words.split(), names)]
+    for world, argv, expected in rows:
         with on_a_fake_rank([*EVEN, *argv], world) as (model, context):
             _, notes = parallelize(model, context)
         assert len(notes) == len(expected)

@@ -5,12 +5,13 @@ like the rest.
 import pytest
 import torch
 
-from tests.jobs import FLOAT64, TINY, forward_backward, gradients, relative_error, trainer
+from tests.jobs import FLOAT64, MOE, TINY, forward_backward, gradients, relative_error, trainer
 from tests.lanes import sample
 from tests.parallel.rows import COMPILED, RECOMPUTED, SAMPLES, SMALL, own_batches
 from titanlite.optim.grad_norm import clip_grad_norm
 
 BFLOAT16 = ["--training.mixed_precision_param=bfloat16"]
+EMBEDDING, ROWS = "tok_embeddings.weight", 5e-3
 BOUND = 0.02
 """Relative error of a gradient: bfloat16 has 8 bits, and the largest error measured was 0.013."""
 
@@ -53,8 +54,8 @@ def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
     """bfloat16 activations, float32 masters and gradients: the same bits as with everything
     sharded.
 
-    There are two exceptions. The two gradients of a tied weight are added in float32 here, and in
-    bfloat16 if it is sharded. And FSDP2 of torch 2.15 (not 2.13) takes a norm weight's gradient in
+    There are two exceptions. The gradients of an embedding's row, whose table is not cast, are
+    added in float32. And FSDP2 of torch 2.15 (not 2.13) takes a norm weight's gradient in
     float32, as the kernel computes it, while the replicated weight's gradient is rounded to
     bfloat16 first: a relative difference of 2^-9 on each rank."""
     fsdp_takes_float32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 13)
@@ -64,5 +65,35 @@ def test_replicated_parameters_compute_in_mixed_precision(pool, tmp_path, more):
         assert found.keys() == sharded.keys()
         for name, gradient in found.items():
             bound = 2**-8 if fsdp_takes_float32 and name.endswith("norm.weight") else 0.0
-            bound = 5e-3 if more == TIED and name == "tok_embeddings.weight" else bound
+            bound = ROWS if name == EMBEDDING and more != TIED else bound
             assert relative_error(gradient, sharded[name]) <= bound, name
+
+
+ALONE = {
+    "tied, in chunks": f"{TIED} --training.loss_chunks=4",
+    "whole blocks": f"{RECOMPUTED}full",
+    "by operation": f"{RECOMPUTED}selective",
+    "compiled": COMPILED,
+    "frozen": "--model.freeze=['layers.0.*']",
+    "adapters": "--lora.rank=2 --lora.alpha=4",
+    "experts": "",
+    "experts, by operation": f"{RECOMPUTED}selective",
+    "experts, whole blocks": f"{RECOMPUTED}full",
+}
+
+
+@pytest.mark.parametrize(
+    "name", sample(ALONE, "tied, in chunks", "by operation", "experts, by operation")
+)
+def test_one_rank_without_fsdp2_has_the_bits_that_fsdp2_gives(pool, tmp_path, name):
+    """Offloading to the CPU keeps FSDP2. The gradients of an embedding's row are added in float32
+    where the table is not cast.
+    """
+    argv = [*(MOE if "experts" in name else TINY), *BFLOAT16, local(SAMPLES), *ALONE[name].split()]
+    ((own, _),) = pool.run(gradients_and_norm, argv, str(tmp_path), world=1)
+    argv.append("--training.enable_cpu_offload")
+    ((expected, _),) = pool.run(gradients_and_norm, argv, str(tmp_path), world=1)
+    assert own.keys() == expected.keys()
+    for parameter, gradient in own.items():
+        bound = ROWS if parameter == EMBEDDING and "tied" not in name else 0.0
+        assert relative_error(gradient, expected[parameter]) <= bound, parameter

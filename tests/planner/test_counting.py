@@ -2,6 +2,8 @@
 rely on it.
 """
 
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 
@@ -9,7 +11,7 @@ from tests.jobs import fake_world
 from titanlite.config.layout import Layout
 from titanlite.planner.counting import Counting
 from titanlite.planner.record import Recording
-from titanlite.planner.torch_private import fake_tensor_mode
+from titanlite.planner.torch_private import fake_tensor_mode, replaced
 
 KIB = 1024
 
@@ -70,3 +72,15 @@ def test_a_collective_has_the_dimensions_that_its_group_spans_and_the_bytes_of_t
         ("all-reduce", "dp_replicate x dp_shard", 4, "uint8", KIB),
         ("all-reduce", "dp_replicate x dp_shard x tp", 8, "uint8", KIB),
     ]
+
+
+def test_what_is_replaced_is_as_before_even_after_an_error():
+    class Own(list[int]):
+        size = 1
+
+    for name, is_own in (("size", True), ("append", False)):
+        with suppress(ZeroDivisionError), replaced(Own, name, 2):
+            assert getattr(Own, name) == 2
+            raise ZeroDivisionError
+        assert (name in vars(Own)) == is_own
+    assert Own.size == 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.saved import SAVING, run_until
 from titanlite.cli import main
-from titanlite.observe.metrics import JsonLines, StepRecord
+from titanlite.observe.sinks import JsonLines, StepRecord
 from titanlite.runtime.store import LocalPath
 
 MESH = ["--model.overrides.n_kv_heads=2", "--parallelism.tensor_parallel_degree=2"]

@@ -1,7 +1,7 @@
-"""Holds checkpoints: saving, committing, verifying, loading and resuming; in hf and torchtitan the
-exchange with others. May import parallel, data, observe, runtime, config, registry, layout and
-errors; not train, optim or above. Never unpickles a file except for torch's .metadata, or writes
-into a committed folder; only runtime/store.py, safetensors and torch's DCP open files."""
+"""Checkpoints: saving, committing, verifying, loading and resuming; hf and torchtitan exchange them
+with other programs. May import parallel, data, observe, runtime, config, registry, layout and
+errors; not train, optim or above. Never unpickles a file except torch's .metadata, nor writes into
+a committed folder; only runtime/store.py, safetensors and torch's DCP open files."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from typing import Any
 def reader(folder: Any, tensors: Any = None) -> Any:
     """Return a storage reader of a step, for torch.distributed.checkpoint.load.
 
-    With tensors by their names in the step it lists only what this rank's parts of them need.
+    Given tensors, by their names in the step, it lists only what this rank's parts of them need.
     """
     from titanlite.checkpoint.manifest import read_manifest
     from titanlite.checkpoint.read import Reader
@@ -19,7 +19,7 @@ def reader(folder: Any, tensors: Any = None) -> Any:
 
 
 def planner(group: Any = None) -> Any:
-    """Return a planner of saves, which a run keeps, for the ranks of a gloo group."""
+    """Return a planner of saves for the ranks of a gloo group; keep it for all saves of a run."""
     from titanlite.checkpoint.plan import Planner
 
     return Planner(group)
@@ -28,7 +28,7 @@ def planner(group: Any = None) -> Any:
 def writer(root: Any, step: int, group: Any = None, documents: Any = None) -> Any:
     """Return a storage writer of a step without optimizer, for torch.distributed.checkpoint.save.
 
-    Documents are the contents of files next to the tensors, by name.
+    `documents` has the contents of files to write next to the tensors, by name.
     """
     from titanlite.checkpoint.commit import Content, Writer
     from titanlite.runtime.bucket import place

@@ -1,7 +1,7 @@
-"""The base of adapters: frozen weights that a checkpoint names, and does not hold.
+"""The base of adapters: frozen weights that a checkpoint names but does not contain.
 
-A name is not enough, since a folder may get other weights. So the checkpoint has a fingerprint of
-the base's files, and whoever reads the base compares it.
+A name is not enough, since a folder may be overwritten with other weights. So the checkpoint has a
+fingerprint of the base's files, which is compared when the base is read.
 """
 
 import zlib
@@ -30,13 +30,15 @@ _KEY = "checkpoint.initial_load_path (checkpoint export: --base)"
 
 
 def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Base | None:
-    """Read the base that a checkpoint names, or name the weights that a run starts from.
+    """Read the base that a checkpoint names, or make the weights that a run starts from its base.
 
-    None if the checkpoints of the run hold all weights themselves.
+    Return None if the run's checkpoints contain all weights.
     """
     job = folder.job
-    named = resume.manifest.base if resume.manifest else None
-    if named and named != folder.base:  # a rewind finds it in place
+    named = None
+    if resume.manifest:
+        named = resume.manifest.base
+    if named and named != folder.base:  # in a rewind it is already loaded
         given = job.config.checkpoint.initial_load_path
         BaseWeights(named, given, job.spec, job.model_config, folder.group).read(state.frozen())
     if named:
@@ -48,7 +50,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
 
 
 class BaseWeights:
-    """The base that a checkpoint names, opened; with a group all its ranks call every method."""
+    """The opened base of a checkpoint; with a group, all its ranks call every method."""
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class BaseWeights:
         model: Any,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Find it where it was or, if it was moved, in the folder `given`; raise if its files are
-        others.
+        """Find the base in its original place or, if it was moved, in the folder `given`; raise if
+        its files are different.
         """
         self._group = group
         self._manifest: Manifest | None = None
@@ -81,14 +83,14 @@ class BaseWeights:
             )
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read this rank's parts of some of its weights."""
+        """Read this rank's parts of some of the weights."""
         if self._manifest:
             read(self.folder, self._manifest, tensors, self._group)
         elif self._hf:
             self._hf.fill(tensors)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """Read one of its weights in this process."""
+        """Read one whole weight in this process."""
         if self._hf:
             return self._hf.read(name.removeprefix("model."))
         return load_tensors(self.folder, [name], self._manifest)[name]
@@ -105,7 +107,10 @@ def fingerprint(folder: Place, group: dist.ProcessGroup | None) -> str:
     else:
         for part in gather_objects(_own_sums(folder.local(), group), group):
             sums |= part
-    weights = [(name, sums[name]) for name in sorted(sums) if name.endswith(".safetensors")]
+    weights = []
+    for name in sorted(sums):
+        if name.endswith(".safetensors"):
+            weights.append((name, sums[name]))
     return f"{zlib.crc32(repr(weights).encode()):08x}"
 
 
@@ -125,10 +130,14 @@ def _find(base: Base, given: str) -> Place:
     for folder in _places(base, given):
         if (folder / MANIFEST).exists() or (folder / "config.json").exists():
             return folder
-    why = f"has no {place(base.folder).name}" if place(given).exists() else "does not exist"
+    also = ""
+    if given and place(given).exists():
+        also = f", and {given} has no {place(base.folder).name}"
+    elif given:
+        also = f", and {given} does not exist"
     raise UserError(
-        f"the adapters were trained with the weights of {base.folder}, which are not there"
-        f"{given and f', and {given} {why}'}: name their folder in {_KEY}"
+        f"the adapters were trained with the weights of {base.folder}, which are not there{also}: "
+        f"name their folder in {_KEY}"
     )
 
 

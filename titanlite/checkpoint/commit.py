@@ -1,13 +1,13 @@
-"""Write a checkpoint: staged, verified, and published by one rename. No other module does so.
+"""Write a checkpoint: staged, verified, and published by one rename. No other module does this.
 
-    .step-N.TOKEN.staging/  every rank's tensors, on the disk, with the size and checksum of each
-                       file; rank 0 adds the JSON documents, and the manifest last
+    .step-N.TOKEN.staging/  every rank's tensors, on disk, with the size and checksum of each file;
+                       rank 0 adds the JSON documents, and the manifest last
     step-N/            the same folder under its final name, once every planned tensor is stored on
                        every rank
     latest             the newest step's name, for people and scripts; updated after the rename
 
-In a bucket, which renames nothing, the files are in step-N/TOKEN/, and the manifest, which names
-TOKEN, is created as step-N/manifest.json.
+A bucket has no renames: the files are in step-N/TOKEN/, and the manifest, which names TOKEN, is
+created as step-N/manifest.json.
 
 Nothing is ever written into a committed folder. Each rank's work runs under `run_on_all_ranks`:
 either all ranks continue, or all raise the same error.
@@ -43,7 +43,7 @@ from titanlite.parallel.dtensor import let_go
 from titanlite.runtime.bucket import Place
 from titanlite.runtime.distributed import gather_objects, rank_in
 
-# Of each save and load that needs no collectives of DCP's.
+# DCP warns at each save and load without its collectives, which are not needed here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
@@ -51,20 +51,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds besides the tensors, on this rank."""
+    """What a checkpoint contains besides the tensors, on this rank."""
 
     step: int
     payload: Any
-    """What this rank adds to the documents."""
+    """This rank's contribution to the documents."""
     make_documents: Callable[[list[Any]], dict[str, bytes]]
-    """On rank 0, return the files that lie next to the tensors, from the payloads of all ranks."""
+    """On rank 0, makes the files next to the tensors from the payloads of all ranks."""
     weights_only: bool
     confirm: Callable[[], object] = object
-    """On rank 0, raise if the run may not commit any more."""
+    """On rank 0, raises if the run must not commit any more."""
     run: str = ""
     """The name of the run, in a bucket."""
     base: Base | None = None
-    """The weights that are not among the tensors."""
+    """The frozen weights, if they are not among the tensors."""
 
 
 def run_on_all_ranks(
@@ -104,7 +104,7 @@ def run_on_rank_0(group: dist.ProcessGroup | None, what: str, action: Callable[[
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as a line for a user."""
+    """Return an error as one line for the user."""
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {first_line(error)}"
@@ -142,7 +142,7 @@ def publish_step(
 
 
 class Alone:
-    """What DCP asks of storage, and a rank that plans alone has no need of."""
+    """Methods that DCP requires of storage, and that ranks planning alone do not need."""
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -158,7 +158,7 @@ class Alone:
 
 
 class Writer(Alone, dcp.StorageWriter):
-    """Writes a step; `write_data` returns when all ranks have committed it, or raises RunFailed."""
+    """Writes a step; `write_data` returns once all ranks have committed it, or raises RunFailed."""
 
     def __init__(
         self, root: Place, content: Content, group: dist.ProcessGroup | None = None
@@ -215,7 +215,7 @@ class Writer(Alone, dcp.StorageWriter):
 
 
 def alone(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call a function of DCP on this rank by itself; raise what failed there."""
+    """Call a function of DCP on this rank alone; raise the error that it wraps."""
     try:
         return function(*args, **options, no_dist=True)
     except dcp.CheckpointException as error:
@@ -223,7 +223,7 @@ def alone(function: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return what failed, which DCP wraps in an exception that `except Exception` misses."""
+    """Return the error itself; DCP wraps it in an exception that `except Exception` misses."""
     if isinstance(error, dcp.CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
@@ -248,5 +248,5 @@ def _write_tensors(path: Place, plan: Any, planner: Any) -> tuple[File | None, i
 
 
 def to_json(value: Any) -> bytes:
-    """Return a JSON document; raise if JSON cannot hold the value."""
+    """Return a JSON document; raise if JSON cannot represent the value."""
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

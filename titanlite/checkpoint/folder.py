@@ -1,7 +1,7 @@
-"""The place of a run's checkpoints: its checks, and the group of ranks that works on it.
+"""The folder of a run's checkpoints: its checks, and the group of ranks that works on it.
 
-The group is a gloo group of its own with comm.checkpoint_timeout_seconds: slow storage never runs
-into the training's timeout.
+The group is a separate gloo group with comm.checkpoint_timeout_seconds, so that slow storage never
+exceeds the training's timeout.
 """
 
 import logging
@@ -22,7 +22,7 @@ from titanlite.runtime.distributed import collective_timeout, gather_objects
 from titanlite.runtime.store import LocalPath, rename
 
 REWIND = "rewind"
-"""File with the step that a run goes back to, while it puts the later ones aside."""
+"""File with the step that a run goes back to, while it moves the later ones away."""
 
 
 class CheckpointFolder:
@@ -39,12 +39,12 @@ class CheckpointFolder:
         if self.settings.enable or self.settings.initial_load_path:
             self.renew_group()
         self.base: Base | None = None
-        """What has the weights that a save leaves out, once the start is loaded."""
+        """The weights that saves leave out; known once the start is loaded."""
         self.complete = set[int]()
-        """Steps that were found complete, and are not looked at again."""
+        """Steps that were found complete, and are not checked again."""
         self._has_locks = False
         self.owner: Owner | None = None
-        """On rank 0 of a run that saves into a bucket."""
+        """Set on rank 0 of a run that saves to a bucket."""
         if self.settings.enable:
             if self.root.renames:
                 self._has_locks = require_shared(self.root.local(), rank_info, self.group)
@@ -55,7 +55,7 @@ class CheckpointFolder:
             commit.run_on_all_ranks(self.group, "checkpoint.folder", self._tidy, UserError)
 
     def _use_bucket(self) -> None:
-        """Make sure that this node reaches it."""
+        """Make sure that this node can reach the bucket."""
         self.root.is_dir()
         if self.rank_info.rank == 0:
             self.owner = Owner(self.root, self.rank_info.host)
@@ -63,22 +63,24 @@ class CheckpointFolder:
 
     @property
     def run_name(self) -> str:
-        """Return what a manifest names this run, nothing outside of a bucket."""
+        """The name of this run in manifests; empty outside of a bucket."""
         return self.owner.name if self.owner else ""
 
     def confirm(self) -> None:
-        """Raise if another run uses the place by now."""
+        """Raise if another run has started to save here."""
         if self.owner:
             self.owner.require_alone()
 
     def note(self, step: int) -> None:
-        """On rank 0, write down what the bucket has."""
+        """On rank 0, record what the bucket has."""
         if self.owner:
             self.owner.known.add(step)
             status.record(self.job.config, self.root, step)
 
     def renew_group(self) -> None:
-        """Make the group, or another one: that of a failed save may hold unmatched collectives."""
+        """Create the group, or a new one: after a failed save, the old one may have unmatched
+        collectives.
+        """
         if self.group:
             dist.destroy_process_group(self.group)
         timeout = collective_timeout(self.job.config.comm.checkpoint_timeout_seconds)
@@ -87,8 +89,8 @@ class CheckpointFolder:
         self.group = group
 
     def _tidy(self) -> None:
-        """On rank 0, delete what a killed run left, and finish its rewind."""
-        # Without locks they may be of a run in progress.
+        """On rank 0, delete what a killed run left behind, and finish its rewind."""
+        # Without locks, leftovers may belong to a run in progress.
         cleared = list[str]()
         if self.owner:
             cleared = self.owner.remove_leftovers()
@@ -100,10 +102,10 @@ class CheckpointFolder:
             self.archive_steps_after(int((self.root / REWIND).read_bytes()))
 
     def archive_steps_after(self, step: int) -> None:
-        """On rank 0, let `latest` name this step, and move later checkpoints, damaged or from
-        before a rewind, out of the folder.
+        """On rank 0, make `latest` name this step, and move later checkpoints, which are damaged or
+        from before a rewind, out of the folder.
         """
-        point_latest(self.root, step)  # a killed run may have left it behind
+        point_latest(self.root, step)  # a killed run may not have updated it
         if self.owner:
             later_steps = sorted(later for later in self.owner.known if later > step)
         else:

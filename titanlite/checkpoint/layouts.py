@@ -1,4 +1,4 @@
-"""Which parts of tensors the ranks of a group hold, as all of them agree on it."""
+"""How the ranks of a group agree on which parts of tensors each of them holds."""
 
 import hashlib
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]
 
 
 def layout_of(tensor: torch.Tensor) -> Split:
-    """Return how a tensor is split over a mesh; one that is not has a mesh of one rank."""
+    """Return how a tensor is split over a mesh; an unsplit one has a mesh of one rank."""
     if not isinstance(tensor, DTensor):
         return Split()
     splits = list[tuple[Any, int]]()
     late = list[tuple[Any, int]]()
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)  # every kind of shard has one
-        # A strided one, of FSDP, splits what tensor parallelism, to the right of it, has split.
+        # A strided shard, of FSDP, splits what tensor parallel, to its right, has split already.
         if hasattr(placement, "split_factor"):
             late.insert(0, (dim, axis))
         elif dim is not None:
@@ -47,20 +47,23 @@ def layout_of(tensor: torch.Tensor) -> Split:
     strides = []
     for axis, size in enumerate(ranks.shape):
         line = ranks.movedim(axis, -1).reshape(-1, size)[0].tolist()
-        strides.append(line[1] - line[0] if size > 1 else 1)
+        stride = line[1] - line[0] if size > 1 else 1
+        strides.append(stride)
     names = tuple(tensor.device_mesh.mesh_dim_names or ())
     first = int(ranks.min())
     return Split(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
 
 
 def agree(own: dict[str, StoredTensor], group: dist.ProcessGroup | None) -> dict[str, StoredTensor]:
-    """Return all ranks' tensors, as the lowest rank of each describes it, shared out over copies.
+    """Return the tensors of all ranks, each described by its lowest rank, with the writing shared
+    out over copies.
 
-    Ranks that describe theirs alike, all of a stage, send it once.
+    Ranks with equal descriptions, such as those of a stage, send them only once.
     """
     digest = hashlib.sha256(repr(own).encode()).digest()
-    is_first = gather_objects(digest, group).index(digest) == rank_in(group)
-    tables = gather_objects(own if is_first else {}, group, only_rank_0=True)
+    if gather_objects(digest, group).index(digest) != rank_in(group):
+        own = {}
+    tables = gather_objects(own, group, only_rank_0=True)
     merged: dict[str, StoredTensor] = {}
     if rank_in(group) == 0:
         for rank, table in enumerate(tables):

@@ -1,5 +1,5 @@
-"""Find the checkpoint that a run starts from, verify it, and load it: all is compared before any
-tensor is changed.
+"""Find the checkpoint that a run starts from, verify it, and load it. Everything is compared before
+any tensor is changed.
 """
 
 import logging
@@ -48,10 +48,10 @@ _FLOAT = re.compile("^(b?float(16|32|64))")
 def latest_verified(
     root: Place, full: bool, group: dist.ProcessGroup, log: logging.Logger, before: float = math.inf
 ) -> Resume | None:
-    """Return the newest checkpoint that can be resumed, of those before a step, logging why newer
-    ones are skipped; None if there are none.
+    """Return the newest resumable checkpoint from before a step, logging why newer ones are
+    skipped; None if there are none.
 
-    With `full`, every byte is read; otherwise only small files and the sizes of the others.
+    With `full`, every byte is verified; otherwise only small files and the sizes of the others.
     """
     steps = [step for step in _committed(root, group) if step < before]
     for step in reversed(steps):
@@ -121,7 +121,7 @@ def _verify(
 ) -> tuple[Resume | None, list[str]]:
     """Return a checkpoint, or its faults on any rank.
 
-    Each rank looks at an equal share of the files, with `full` at their bytes too.
+    Each rank checks an equal share of the files; with `full`, also their bytes.
     """
     manifest = None
     failure = ""
@@ -164,7 +164,7 @@ def _verify(
 
 
 def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | None) -> None:
-    """Load a checkpoint into the live tensors, all of it or nothing."""
+    """Load a checkpoint into the live tensors: everything or nothing."""
     manifest = resume.foreign or resume.manifest
     folder = resume.folder
     assert manifest and folder
@@ -183,12 +183,12 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     if resume.continues:
         names.add(DATA)
     check_exclude_patterns(resume.exclude, names)
-    if resume.foreign and not resume.continues:  # which casts weights as it reads them
+    if resume.foreign and not resume.continues:  # weights are cast when they are read
         saved, wanted = (
             {name: _FLOAT.sub("floating-point", what) for name, what in side.items()}
             for side in (saved, wanted)
         )
-    if not any(map(is_adapter, saved)):  # a base has none: they begin anew
+    if not any(map(is_adapter, saved)):  # a base has no adapters, which then start fresh
         wanted = {name: what for name, what in wanted.items() if not is_adapter(name)}
     loaded = {name for name in {*saved, *wanted} if not excluded(name, resume.exclude)}
     both = manifest.tensors, tensors
@@ -222,9 +222,8 @@ def _describe(dtype: str, shape: Sequence[int]) -> str:
 def load_tensors(
     folder: Place, names: Iterable[str] | None = None, manifest: Manifest | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint of any mesh, without a process group.
-
-    By default all of them.
+    """Return whole tensors, by default all, of a checkpoint from any mesh; no process group is
+    needed.
     """
     manifest = manifest or read_manifest(folder)
     entries = {

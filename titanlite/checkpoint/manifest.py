@@ -1,8 +1,7 @@
-"""A committed checkpoint folder: what it holds, whether it is complete, and which ones may be
-deleted.
+"""Committed checkpoint folders: their content, whether they are complete, and which may be deleted.
 
-No torch and no process group: the launcher and a laptop read what any mesh wrote. Nothing is
-unpickled: where tensors are is in the manifest, which is JSON with a checksum of its own.
+No torch and no process group, so that the launcher and a laptop can read what any mesh wrote.
+Nothing is unpickled: the manifest, which is JSON with a checksum, tells where tensors are.
 """
 
 import json
@@ -26,7 +25,7 @@ STATE = "state.json"
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 DCP_METADATA = ".metadata"
-"""What torch's DCP writes last, as TorchTitan's checkpoints have it."""
+"""The file that torch's DCP writes last, found in TorchTitan's checkpoints."""
 FORMAT = 2
 _HEAD = b'{"crc32":%d,"manifest":'
 
@@ -39,7 +38,7 @@ class CorruptCheckpoint(UserError):
 
 
 class Unreadable(UserError):
-    """A file that cannot be read now, which is no damage."""
+    """A file that cannot be read at the moment, but need not be damaged."""
 
     def __init__(self, path: Place, error: OSError) -> None:
         where = f"{error.filename or path} cannot be read on {socket.gethostname()}"
@@ -56,35 +55,33 @@ class File:
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights that adapters were trained with, and which are read from their own
-    place.
-    """
+    """The frozen weights that adapters were trained with, stored elsewhere."""
 
     folder: str
     fingerprint: str
-    """Of the files."""
+    """Fingerprint of its files."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds."""
+    """Everything that a checkpoint contains."""
 
     step: int
     weights_only: bool
-    """There is no optimizer state: a run can start from these weights, but not resume."""
+    """Without optimizer state, a run can start from the weights, but not resume."""
     files: dict[str, File]
     tensors: dict[str, StoredTensor]
     format: int = FORMAT
     attempt: str = ""
-    """The folder next to the manifest that has the files, where a run saves into a bucket."""
+    """The folder with the files, next to the manifest, of a checkpoint in a bucket."""
     base: Base | None = None
-    """There are only adapters, which belong to these weights."""
+    """The weights that the adapters belong to, if the checkpoint has only adapters."""
     run: str = ""
     """The run that created it, in a bucket."""
 
     def render(self) -> bytes:
-        """Return the manifest's file in the one form that is accepted: any other byte in it is
-        damage.
+        """Return the content of the manifest's file. Only exactly this form is accepted, so that
+        any changed byte counts as damage.
         """
         fields = {key: value for key, value in vars(self).items() if value not in ("", None)}
         body = json.dumps(fields, default=vars, separators=(",", ":"), sort_keys=True).encode()
@@ -100,16 +97,16 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is. Samples are counted, not steps: the global batch may change."""
+    """The progress of a run. Samples are counted, since the global batch may change."""
 
     step: int = 0
     tokens: int = 0
     consumed: int = 0
-    """Samples of the data that were trained on."""
-    epoch: int | None = 0  # each source of a mixture, and each reader of a stream, has its own
+    """Samples trained on so far."""
+    epoch: int | None = 0  # None: each source of a mixture or reader of a stream has its own
     seed: int = 0
     fingerprint: str = ""
-    """Of the data."""
+    """Fingerprint of the data."""
 
 
 def step_folder(root: Place, step: int) -> Place:
@@ -122,7 +119,7 @@ def export_folder(root: Place, step: int) -> Place:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a folder's name; None for any name that titanlite does not write."""
+    """Return the step in a folder's name; None for names that titanlite does not write."""
     match = re.fullmatch(r"step-(0|[1-9][0-9]*)", name)
     return int(match[1]) if match else None
 
@@ -178,8 +175,8 @@ def read_manifest(folder: Place, outline: bool = False) -> Manifest:
     """Read the manifest of a committed folder; CorruptCheckpoint if any byte of it is not as
     written.
 
-    An outline is without tensors, most of its bytes: they are summed, which other threads do not
-    wait for, but not parsed.
+    An outline has no tensors, which are most of the bytes: they are checksummed, which does not
+    block other threads, but not parsed.
     """
     try:
         raw = (folder / MANIFEST).read_bytes()
@@ -223,9 +220,10 @@ def faults(
     resumable: bool = False,
     select: Callable[..., Any] = iter,
 ) -> list[str]:
-    """Return the faults of a committed folder, naming each file: extra files, and of those of its
-    own files that `select` yields missing ones, wrong sizes, and for the files in `contents` wrong
-    checksums; if `resumable`, also that it has no more than weights.
+    """Return the faults of a committed folder, by file.
+
+    These are extra files and, among its own files that `select` yields, missing ones, wrong sizes,
+    and wrong checksums of files in `contents`. If `resumable`, weights alone are a fault too.
     """
     if step_of(folder.name) not in (None, manifest.step):
         return [f"{folder}: a copy of step {manifest.step} under another name"]
@@ -234,7 +232,7 @@ def faults(
     present = folder.entries()
     for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST}):
         problems.append(f"{folder / name}: not part of the checkpoint")
-    # By size, so that shares of every Nth have about as many bytes each.
+    # By size, so that shares of every Nth file have about the same number of bytes.
     files = sorted(manifest.files.items(), key=lambda item: (item[1].size, item[0]))
     for name, file in select(files):
         if name not in present:
@@ -276,22 +274,24 @@ def is_complete(folder: Place, resumable: bool = False) -> bool:
 
 def latest_complete(root: Place) -> int | None:
     """Return the newest complete step."""
-    return next(
-        (step for step in reversed(committed(root)) if is_complete(step_folder(root, step))), None
-    )
+    for step in reversed(committed(root)):
+        if is_complete(step_folder(root, step)):
+            return step
+    return None
 
 
 def steps_to_delete(root: Place, keep_latest_k: int, keep_every: int, known: set[int]) -> list[int]:
     """Return the steps of complete checkpoints that need not be kept; keep_latest_k = 0 keeps all.
 
-    A damaged or weights-only one is neither counted nor deleted: it may be all that somebody has.
-    Those that are found complete join the `known` ones, whose files are not looked at again: they
-    are as many as ranks.
+    Damaged or weights-only checkpoints are neither counted nor deleted, since they may be all that
+    is left. Complete ones are added to `known`, whose files, as many as ranks, are not checked
+    again.
     """
     present = {*committed(root)}
-    known |= {
-        step for step in present - known if is_complete(step_folder(root, step), resumable=True)
-    }
-    complete = sorted(present & known)
-    old = complete[:-keep_latest_k] if keep_latest_k else []
+    for step in present - known:
+        if is_complete(step_folder(root, step), resumable=True):
+            known.add(step)
+    if not keep_latest_k:
+        return []
+    old = sorted(present & known)[:-keep_latest_k]
     return [step for step in old if not keep_every or step % keep_every]

@@ -1,8 +1,9 @@
-"""One run writes into a bucket, which has no locks. No torch.
+"""Ensure that only one run writes to a bucket, which has no locks. No torch.
 
-Each manifest names the run that created it. A run commits nothing once a step is there that it
-neither found at its start nor created: another run saves there. Creating a manifest never replaces
-one, so that of two runs that save the same step one is refused, and the steps of both stay whole.
+Each manifest names the run that created it. A run stops committing if there is a step that it
+neither found at its start nor created, since another run must be saving there. Creating a manifest
+never replaces one: if two runs save the same step, one is refused, and the steps of both stay
+intact.
 """
 
 import os
@@ -23,20 +24,20 @@ from titanlite.runtime.bucket import Place, copy
 from titanlite.runtime.rank_files import STARTED
 
 ASIDE = f"{MANIFEST}.aside"
-"""The manifest of a step that a run has left behind: nobody finds it by itself, and renaming the
-object brings it back."""
+"""Name of the manifest of a step that a run has set aside: it is no longer found, and renaming the
+object restores it."""
 
 
 class Owner:
-    """This run, as the bucket's steps tell it from others; on one rank."""
+    """This run, as distinguished from others in the bucket; on rank 0."""
 
     def __init__(self, root: Place, host: str) -> None:
         self._root = root
-        # The same for all attempts of a launcher.
+        # STARTED is the same for all attempts of a launcher.
         self.name = f"{host} {os.environ.get(STARTED) or uuid4().hex}"
         self._found = steps(root)
         self.known = set(filter(self._is_there, self._found))
-        """The steps that were there at the start, and those that this run has created."""
+        """The steps found at the start, and those that this run has created."""
 
     def _is_there(self, step: int) -> bool:
         """Ask for a manifest by its name: a list may be empty by mistake."""
@@ -56,7 +57,7 @@ class Owner:
             self.known.add(step)
 
     def set_aside(self, later_steps: Iterable[int]) -> None:
-        """Take their manifests from steps."""
+        """Set steps aside by renaming their manifests."""
         for step in later_steps:
             manifest = step_folder(self._root, step) / MANIFEST
             if manifest.exists():
@@ -65,9 +66,9 @@ class Owner:
         self.known -= {*later_steps}
 
     def remove_leftovers(self) -> list[str]:
-        """Remove what killed saves left before the start; return the names.
+        """Remove what killed saves left behind before the start; return the names.
 
-        After the newest step it may be of a run in progress, which stays.
+        Parts of later steps than the newest stay, since they may belong to a run in progress.
         """
         names = []
         for step in self._found:

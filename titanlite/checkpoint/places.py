@@ -1,8 +1,8 @@
-"""Where the parts of tensors lie in a checkpoint. No torch.
+"""Where the parts of tensors are in a checkpoint. No torch.
 
-A manifest has a row for each tensor and for each file, and none for a tensor's part in a file:
-the rank of each region and the order in a file follow from shape, type, mesh and splits. So ranks
-plan alone what they write, and a reader finds it by the same rule.
+A manifest has a row for each tensor and for each file, but none for a tensor's part in a file: the
+rank that has a region, and the order within a file, follow from shape, type, mesh and splits. So
+each rank plans on its own what it writes, and a reader finds it by the same rule.
 """
 
 import heapq
@@ -33,15 +33,16 @@ TYPES = {
     "int8": ("I8", 1),
     "uint8": ("U8", 1),
 }
-"""The name in safetensors and the bytes of each type that a checkpoint can hold."""
+"""The safetensors name and the size in bytes of each type that checkpoints support."""
 
 
 @dataclass(frozen=True)
 class Split:
     """The ranks that write a tensor, and how they split it.
 
-    They form a mesh: at its coordinates c is the rank `first` + the sum of c x strides. Of ranks
-    with the same region only one writes it: those that differ from `first` by splits alone write.
+    The ranks form a mesh: at coordinates c is rank `first` + the sum of c x strides. Of several
+    ranks with the same region only one writes it: the one whose coordinates differ from those of
+    `first` only in dimensions that split the tensor.
     """
 
     names: tuple[str, ...] = ()
@@ -49,11 +50,11 @@ class Split:
     strides: tuple[int, ...] = ()
     first: int = 0
     splits: tuple[tuple[int, int], ...] = ()
-    """Pairs of a dimension of the tensor and one of the mesh, in the order of splitting."""
+    """Pairs of a tensor dimension and a mesh dimension, in the order of splitting."""
 
     @property
     def placement(self) -> str:
-        """How each dimension of the mesh splits the tensor; only for people."""
+        """How each dimension of the mesh splits the tensor, for people."""
         split = {axis: f"dim {dim}" for dim, axis in self.splits}
         names = enumerate(self.names)
         described = [f"{split.get(axis, 'replicated')} over {name}" for axis, name in names]
@@ -70,21 +71,20 @@ class Split:
             region[dim] = _part(region[dim], number, index)
             writer += index * stride
         if writer != rank or not all(sizes_of(region)):
-            return None  # another rank writes the same, it is not in the mesh, or has nothing
+            return None  # another rank writes it, or the rank is not in the mesh or has nothing
         return tuple(region)
 
     def copies(self) -> tuple[int, ...]:
-        """Return what `first` can be: the lowest rank of each copy of the tensor."""
+        """Return the possible values of `first`: the lowest rank of each copy of the tensor."""
         split = {axis for _, axis in self.splits}
-        steps = [
-            range(0, size * stride, stride)
-            for axis, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True))
-            if axis not in split
-        ]
+        steps = []
+        for axis, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
+            if axis not in split:
+                steps.append(range(0, size * stride, stride))
         return tuple(self.first + sum(offsets) for offsets in product(*steps))
 
     def parts(self, shape: Sequence[int], wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the ranks that wrote something of a region that is not empty, with their own."""
+        """Yield the ranks that wrote a part of a non-empty region, with the regions they wrote."""
         found = [(self.first, tuple(slice(0, size) for size in shape))]
         for dim, axis in self.splits:
             narrowed = []
@@ -107,7 +107,7 @@ def sizes_of(region: Sequence[slice]) -> tuple[int, ...]:
 
 
 def _part(whole: slice, number: int, index: int) -> slice:
-    """Return one of so many parts, as torch.chunk has them: the last ones are smaller, or empty."""
+    """Return one of `number` parts, divided as by torch.chunk: the last are smaller, or empty."""
     size = -(-(whole.stop - whole.start) // number)
     start = min(whole.stop, whole.start + index * size)
     return slice(start, min(whole.stop, start + size))
@@ -115,7 +115,7 @@ def _part(whole: slice, number: int, index: int) -> slice:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, as it was before it was sharded."""
+    """The description of a whole tensor, and how it is split."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -130,7 +130,7 @@ class StoredTensor:
 
 
 def spread(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the same tensors, each to be written by the copy that has least to write so far."""
+    """Return the same tensors, each assigned to the copy that has the least to write so far."""
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     chosen = {}
     for name, tensor in tensors.items():
@@ -161,9 +161,9 @@ def written_by(rank: int, tensors: Mapping[str, StoredTensor]) -> dict[str, Box]
 
 
 def header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> bytes:
-    """Return the begin of a file of these regions in the format of safetensors.
+    """Return the header of a safetensors file of these regions.
 
-    torch's HuggingFaceStorageReader joins the ranks' files by its marks.
+    Its metadata lets torch's HuggingFaceStorageReader join the ranks' files.
     """
     entries = dict[str, Any]()
     offsets = {}
@@ -171,7 +171,7 @@ def header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> b
     for name, region in regions.items():
         sizes = sizes_of(region)
         begin = end
-        end = end + tensors[name].bytes_of(sizes)
+        end += tensors[name].bytes_of(sizes)
         kind = TYPES[tensors[name].dtype][0]
         entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": (begin, end)}
         offsets[name] = {"saved_offsets": [each.start for each in region]}

@@ -1,6 +1,6 @@
-"""torch's planner of a save, for ranks that plan alone what each of them writes.
+"""A planner for torch's DCP with which each rank plans on its own what it writes.
 
-DCP's own gathers a plan, and writes a .metadata, that grow with ranks x tensors.
+DCP's own planner gathers a plan, and writes a .metadata, whose size grows with ranks x tensors.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ from titanlite.runtime.distributed import rank_in
 
 
 class Planner(dcp.SavePlanner):
-    """Plans the saves of a run on this rank: the first one, and the others have the same plan."""
+    """Plans the first save of a run on this rank; later saves reuse the plan."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        """This rank's, by names with dots; a save may bring copies of those of the first one."""
+        """This rank's tensors by dotted name; a later save may bring copies of the first ones."""
         self.places: dict[str, StoredTensor] = {}
-        """Of the tensors of all ranks."""
+        """The tensors of all ranks."""
         self._group = group
         self._plan = dcp.SavePlan([])
 
@@ -78,7 +78,7 @@ class Planner(dcp.SavePlanner):
         return value
 
     def lookup(self, name: str) -> torch.Tensor:
-        """Return the values of this rank's part of a tensor, on any device."""
+        """Return this rank's part of a tensor, on any device."""
         return local_part(self.tensors[name]).detach()
 
 
@@ -100,14 +100,17 @@ def flat(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Ten
     found: dict[str, torch.Tensor] = {}
     for key, value in state_dict.items():
         name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value
     return found
 
 
 def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors with dots in their names in dicts by what is before the first.
+    """Return tensors with dotted names in dicts by the part before the first dot.
 
-    For each key on top DCP makes a logger, a tenth of a millisecond each.
+    DCP creates a logger for each top-level key, which takes a tenth of a millisecond.
     """
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():

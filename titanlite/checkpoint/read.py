@@ -1,4 +1,4 @@
-"""torch's reader of a step, for ranks that read alone what each of them needs."""
+"""A reader for torch's DCP with which each rank reads on its own what it needs."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from titanlite.runtime.bucket import Place
 
 
 class Reader(Alone, dcp.StorageReader):
-    """Reads a step; given `tensors`, it lists only the chunks of this rank's parts of those."""
+    """Reads a step; given `tensors`, it lists only the chunks for this rank's parts of them."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class Reader(Alone, dcp.StorageReader):
         if name in self._tensors and self._tensors[name].shape == entry.shape:
             box = box_of(self._tensors[name])
         chunks = []
-        for rank, region in entry.layout.parts(entry.shape, box) if all(entry.shape) else ():
-            chunks.append(chunk_of(region))
-            self._files[name, chunks[-1].offsets] = rank_file(rank)
+        if all(entry.shape):  # not empty
+            for rank, region in entry.layout.parts(entry.shape, box):
+                chunks.append(chunk_of(region))
+                self._files[name, chunks[-1].offsets] = rank_file(rank)
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 
@@ -114,7 +115,7 @@ def read(
     tensors: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Fill tensors, or this rank's parts of them, by dcp.load."""
+    """Fill tensors, or this rank's parts of them, with dcp.load."""
 
     def load() -> None:
         own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}

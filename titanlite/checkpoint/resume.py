@@ -29,28 +29,25 @@ _IGNORED_SECTIONS = ("job.", "checkpoint.", "metrics.", "profiling.", "comm.", "
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run starts, found and verified before anything is built.
-
-    Without arguments, from scratch.
-    """
+    """Where a run starts, found and verified before anything is built; by default, from scratch."""
 
     folder: Place | None = None
     """The checkpoint or Hugging Face folder to load."""
     manifest: Manifest | None = None
-    """Of a checkpoint."""
+    """The checkpoint's manifest."""
     hf: "HuggingFaceFolder | None" = None
     foreign: "TorchTitanCheckpoint | None" = None
     continues: bool = False
     """Load the whole state and continue at `position`; otherwise load only weights, for step 0."""
     position: Position = Position()
     streams: dict[str, Any] = field(default_factory=dict)
-    """Of a streamed data set: the position of each data-parallel rank."""
+    """The position of each data-parallel rank in a streamed data set."""
     numbers: dict[str, float | int | bool] = field(default_factory=dict)
     """The optimizer's scalars."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """The state of the guard of steps, which judges the next ones by the last."""
+    """The state of the step guard, which judges steps by the previous ones."""
     exclude: Sequence[str] = ()
-    """Patterns of names that are not loaded."""
+    """Patterns of names not to load."""
 
     @property
     def seed(self) -> int | None:
@@ -62,7 +59,7 @@ class Resume:
         return 0 if excluded(DATA, self.exclude) else self.position.consumed
 
     def check_data(self, seed: int, fingerprint: str) -> None:
-        """Refuse to continue in other data, or in another order of it."""
+        """Refuse to continue with other data, or another order of it."""
         if not self.continues or self.foreign or excluded(DATA, self.exclude):
             return
         saved = self.position
@@ -80,30 +77,29 @@ class Resume:
             )
 
     def stream_state(self, coordinate: int) -> dict[str, Any]:
-        """Return a streamed data set's position for a data-parallel rank.
+        """Return a data-parallel rank's position in a streamed data set.
 
-        On another number of ranks any rank's position will do: the loader refuses it with the
-        reason.
+        With another number of ranks, any rank's position will do: the loader refuses it and tells
+        why.
         """
         return self.streams.get(str(coordinate)) or next(iter(self.streams.values()))
 
     def changes(self, job: Job, has_dropout: bool) -> list[str]:
-        """Return lines for the log: differences of this run from the saved one."""
+        """Return log lines about differences between this run and the saved one."""
         if not self.continues or self.folder is None:
             return []
         if self.foreign:
             return [self._of_another_program()]
         before = read_document(self.folder, CONFIG).decode()
         changed = toml_differences(before, to_toml(job.given))
-        shown = ", ".join(
-            f"{key} {what}"
-            for key, what in changed.items()
-            if not key.startswith(_IGNORED_SECTIONS)
-        )
+        shown = []
+        for key, what in changed.items():
+            if not key.startswith(_IGNORED_SECTIONS):
+                shown.append(f"{key} {what}")
         lines = []
         if shown:
             since = f"config changed since step {self.position.step}"
-            lines.append(f"{since} (new values apply): {shown}")
+            lines.append(f"{since} (new values apply): {', '.join(shown)}")
         environment = json.loads(read_document(self.folder, ENVIRONMENT))
         new_stages = [" ".join(names) for names in job.stages.names]
         old_mesh = environment["mesh"]
@@ -116,10 +112,8 @@ class Resume:
         if job.layout.pp > 1:
             keys.add("parallelism.pipeline_parallel_microbatch_size")
         if job.layout.cp > 1:
-            keys |= {
-                f"parallelism.context_parallel_{name}"
-                for name in ("load_balancer", "rotate_method")
-            }
+            keys.add("parallelism.context_parallel_load_balancer")
+            keys.add("parallelism.context_parallel_rotate_method")
         if has_dropout and (old_mesh != new_mesh or is_split_anew or keys & changed.keys()):
             lines.append(
                 "dropout masks will differ: mesh, stages, batch size or split of sequences changed"
@@ -127,12 +121,12 @@ class Resume:
         return lines
 
     def _of_another_program(self) -> str:
-        """Return the line about what could not come over."""
+        """Return the line about what could not be carried over."""
         return (
-            "what TorchTitan's checkpoint cannot bring: the position in the data, which each of "
-            "its ranks has in an order of its own, and the config. Data begins at sample "
+            "not taken from TorchTitan's checkpoint: the position in the data, since its ranks "
+            "read in another order, and the config. Data begins at sample "
             f"{self.consumed:,} (step x global batch) of titanlite's order, a stream at its "
-            "beginning; the model's fields and the optimizer's settings are this config's"
+            "beginning; the model's fields and the optimizer's settings are those of this config"
         )
 
 

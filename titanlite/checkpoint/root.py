@@ -1,4 +1,4 @@
-"""Where a run saves its checkpoints, and where a place that a user names has some. No torch."""
+"""Where a run saves its checkpoints, and which checkpoints a user's path stands for. No torch."""
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -31,14 +31,14 @@ def saved_root(dump_folder: Place) -> str:
     try:
         folder = tomllib.loads((dump_folder / CONFIG).read_bytes().decode())["checkpoint"]["folder"]
         return folder if is_url(folder) else f"{dump_folder / folder}"
-    except (OSError, ValueError, LookupError, TypeError):  # no config, or none of a run
+    except (OSError, ValueError, LookupError, TypeError):  # no config, or not that of a run
         return f"{dump_folder}/checkpoint"
 
 
 def newest_of(path: Place) -> Place:
     """Return the newest of a place's checkpoints, or the place itself if it has none.
 
-    One that another program was writing when it died counts only if there is no other.
+    An incomplete one, left by another program, counts only if there is no other.
     """
     found = [path, *checkpoints_of(path)]
     return next((each for each in reversed(found[1:]) if not is_torn(each)), found[-1])
@@ -49,6 +49,7 @@ def checkpoints_of(path: Place) -> list[Place]:
     if (path / MANIFEST).exists() or (step_of(path.name) is not None and path.exists()):
         return [path]
     for root in map(place, (f"{path}", saved_root(path), f"{path}/checkpoint")):
-        if steps := committed(root):
+        steps = committed(root)
+        if steps:
             return [step_folder(root, step) for step in steps]
     return []

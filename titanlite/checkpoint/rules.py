@@ -1,5 +1,5 @@
-"""Rules between a run and the checkpoint that it loads: steps, batches, tensors, and the
-fields of the model.
+"""Rules between a run and the checkpoint that it loads: steps, batches, tensors, and the model's
+fields.
 """
 
 import json
@@ -21,9 +21,7 @@ DATA = "data"
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches a name or a prefix of it: "optimizer" means all of the optimizer's
-    state.
-    """
+    """Whether a pattern matches a name or a prefix of it; "optimizer" means all optimizer state."""
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
@@ -32,7 +30,9 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
     for pattern in patterns:
         if not any(excluded(name, [pattern]) for name in names):
             close = nearest(pattern, names)
-            more = f', optimizer.NAME.KEY and "{DATA}"' if DATA in names else " alone"
+            more = " alone"
+            if DATA in names:
+                more = f', optimizer.NAME.KEY and "{DATA}"'
             hint = f"did you mean {close}?" if close else f"there is model.NAME{more}"
             raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches nothing; {hint}')
 
@@ -40,37 +40,34 @@ def check_exclude_patterns(patterns: Sequence[str], names: set[str]) -> None:
 def check_model(
     source: object, saved: Mapping[str, Any], spec: ModelSpec, model: Any, exclude: Sequence[str]
 ) -> list[str]:
-    """Refuse weights of a model with other fields than these: the tensors' shapes show only some of
-    them.
+    """Refuse weights of a model with other fields, since tensor shapes reveal only some of them.
 
-    Return the patterns that stand for tensors: `exclude` without those that match a field,
+    Return the patterns for tensors: `exclude` without those that match a field,
     model.overrides.NAME."""
     ours = {f"{_FIELD}{name}": json.dumps(value) for name, value in asdict(model).items()}
     theirs = {f"{_FIELD}{name}": json.dumps(value) for name, value in saved.items()}
-    differences = [
-        f"{key}: {theirs[key]} in the checkpoint, {value} in this run"
-        for key, value in ours.items()
-        if theirs.get(key, value) != value
-        and key.removeprefix(_FIELD) not in spec.unchecked_fields
-        and not excluded(key, exclude)
-    ]
+    differences = []
+    for key, value in ours.items():
+        is_checked = key.removeprefix(_FIELD) not in spec.unchecked_fields
+        if is_checked and theirs.get(key, value) != value and not excluded(key, exclude):
+            differences.append(f"{key}: {theirs[key]} in the checkpoint, {value} in this run")
     if differences:
         raise UserError(
             f"{source} has the weights of a {spec.name} with other fields; nothing was loaded. "
-            "To train anew, give another job.dump_folder; to go on from these weights, list "
+            "To start over, give another job.dump_folder; to continue from these weights, list "
             f"the fields in checkpoint.exclude_from_loading:{some_of(differences)}"
         )
-    return [
-        pattern
-        for pattern in exclude
-        if not (pattern.startswith(_FIELD) and any(excluded(key, [pattern]) for key in ours))
-    ]
+    found = list[str]()
+    for pattern in exclude:
+        if not (pattern.startswith(_FIELD) and any(excluded(key, [pattern]) for key in ours)):
+            found.append(pattern)
+    return found
 
 
 def differences(
     saved: Mapping[str, str], wanted: Mapping[str, str], names: set[str]
 ) -> Iterator[str]:
-    """Yield how the tensors of a checkpoint differ from those of a run."""
+    """Yield the differences between the tensors of a checkpoint and of a run."""
     for name in sorted(names):
         if name not in saved:
             yield f"{name}: not in the checkpoint"
@@ -81,33 +78,28 @@ def differences(
 
 
 def _comparable(name: str, description: str) -> str:
-    """optimizer.state_dtype may differ: loading casts."""
-    return (
-        description.replace("bfloat16", "float32") if name.startswith("optimizer.") else description
-    )
+    """Return a description without optimizer.state_dtype, which may differ: loading casts."""
+    if name.startswith("optimizer."):
+        return description.replace("bfloat16", "float32")
+    return description
 
 
 def batch_changes(
     saved: Mapping[str, Any], mesh: Mapping[str, int], training: Training, batch: Batch
 ) -> Iterator[str]:
-    """Yield how a global batch that follows from the number of ranks changed, and how to keep
-    it.
-    """
+    """Yield how a global batch that depends on the number of ranks changed, and how to keep it."""
     before = saved["global_batch_size"]
     ranks = batch.data_parallel
     if before == -1:
         before = saved["local_batch_size"] * mesh["dp_replicate"] * mesh["dp_shard"]
     if training.global_batch_size != -1 or before == batch.total:
         return
-    local = gcd(batch.local, before // ranks)
-    keys = f"--training.global_batch_size {before}" + f" --training.local_batch_size {local}" * (
-        local != batch.local
-    )
-    keep = (
-        f"to keep it: {keys}"
-        if before % ranks == 0
-        else f"{ranks} data-parallel ranks cannot share {before}"
-    )
+    keep = f"{ranks} data-parallel ranks cannot share {before}"
+    if before % ranks == 0:
+        keep = f"to keep it: --training.global_batch_size {before}"
+        local = gcd(batch.local, before // ranks)
+        if local != batch.local:
+            keep += f" --training.local_batch_size {local}"
     yield (
         f"the global batch (training.global_batch_size = -1) is {batch.total} sequences, "
         f"and was {before}; {keep}"
@@ -117,5 +109,7 @@ def batch_changes(
 def require_step(root: Place, step: int, steps: Sequence[int]) -> None:
     """Raise unless the step of checkpoint.load_step is among those in its folder."""
     if step not in steps:
-        existing = f"there are: {', '.join(map(str, steps))}" if steps else "there are none"
+        existing = "there are none"
+        if steps:
+            existing = f"there are: {', '.join(map(str, steps))}"
         raise UserError(f"checkpoint.load_step = {step}: no such checkpoint in {root}; {existing}")

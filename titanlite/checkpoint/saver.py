@@ -1,8 +1,8 @@
-"""When a run saves, and how training goes on meanwhile; commit.py writes.
+"""When a run saves, and how training continues meanwhile; commit.py does the writing.
 
 A save copies this rank's part of the state; then training continues while a thread writes and
-commits. One save is pending at a time. A failure on any rank is known to all at the next logged
-step.
+commits. One save is pending at a time. All ranks learn of a failure on any of them at the next
+logged step.
 """
 
 import math
@@ -38,11 +38,13 @@ from titanlite.observe.run_folder import describe_environment
 from titanlite.runtime.page import OWN_PAGE, phase
 
 FIRST_SECONDS = 60
-"""Until the first save where its cost sets the interval, which is never shorter."""
+"""With interval "auto": time until the first save, whose cost sets the interval, and the minimum of
+that.
+"""
 
 
 class PendingSave(commit.Writer):
-    """A save that is in progress, or has ended."""
+    """A save in progress, or one that has ended."""
 
     warning = ""
 
@@ -52,7 +54,7 @@ class PendingSave(commit.Writer):
         super().__init__(folder.root, content, folder.group)
         self.step = content.step
         self.costs = {"blocked": 0.0, "staging": 0.0, "write": 0.0}
-        """Seconds that training waited, that the copy took, and that the write took."""
+        """Seconds that training waited, and that the copy and the write took."""
         self.begun = time.monotonic()
         self.ended = Future[Any]()
         self._write = write
@@ -62,7 +64,7 @@ class PendingSave(commit.Writer):
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it."""
+        """The error that ended it, if any."""
         error = self.ended.exception() if self.ended.done() else None
         return error and commit.cause(error)
 
@@ -85,7 +87,7 @@ class Saver:
         self._last_step = folder.job.config.training.steps
         self.settings = folder.job.config.checkpoint
         self.records: list[PendingSave] = []
-        """Saves that were committed and not yet logged; the trainer takes them out."""
+        """Committed saves that are not yet logged; the trainer removes them."""
         self._pending: PendingSave | None = None
         self._stager: Stager | None = None
         self._planners: dict[bool, Planner] = {}
@@ -111,9 +113,9 @@ class Saver:
         return by_time or is_first or by_step or step == self._last_step
 
     def _agree(self) -> bool:
-        """Return whether a save by the clock is due on rank 0.
+        """Return whether a save is due by rank 0's clock.
 
-        Settle on all ranks a save that ended or failed on any.
+        If the pending save has ended or failed on any rank, finish it on all ranks.
         """
         pending = self._pending
         seconds = min(self.settings.interval_minutes * 60 or math.inf, self._auto_seconds)
@@ -136,10 +138,10 @@ class Saver:
         stream: dict[str, Any] | None,
         guard: dict[str, Any],
     ) -> None:
-        """Save the state as it is now.
+        """Save the current state.
 
-        Return when it is committed, with async_mode when it is copied, or with pinned memory at
-        once: call `before_update` before the state changes.
+        Return when it is committed or, with async_mode, copied. With pinned memory, return at once:
+        then `before_update` must be called before the state changes.
         """
         began = time.monotonic()
         self._last_save = began
@@ -165,7 +167,7 @@ class Saver:
             self._start(pending, state, *given)
         except BaseException as error:
             pending.ended.set_exception(error)
-            if asynchronous:  # the copy failed, and other ranks do not wait for it
+            if asynchronous:  # the copy failed; other ranks are not waiting for it
                 raise
         pending.costs["blocked"] = time.monotonic() - began
         if not asynchronous:
@@ -174,7 +176,7 @@ class Saver:
     def _start(
         self, pending: PendingSave, state: TrainingState, tensors: Any, given: dict[str, Any]
     ) -> None:
-        """Start a save, or without async_mode take it to its end."""
+        """Start a save or, without async_mode, complete it."""
         if self.settings.async_mode == "disabled":
             commit.alone(dcp.save, tensors, **given)
             pending.ended.set_result(None)
@@ -185,18 +187,18 @@ class Saver:
 
     def _new_stager(self, state: TrainingState) -> Stager:
         pinned = self.settings.async_mode == "async_with_pinned_mem"
-        # Which alone a forward pass may change.
+        # Only these may be changed by a forward pass.
         buffers = {f"model.{name}" for part in state.parts for name, _ in part.named_buffers()}
         gpu = self._device if pinned else None
         return Stager(gpu, buffers)
 
     def before_update(self) -> None:
-        """Make the optimizer's step wait for a copy of the state in progress."""
+        """Make the optimizer's step wait for a copy in progress."""
         if self._stager:
             self._stager.wait()
 
     def _documents(self, document: dict[str, Any], payloads: list[Any]) -> dict[str, bytes]:
-        """Return the files that lie next to the tensors."""
+        """Return the files next to the tensors."""
         streams = {coordinate: stream for coordinate, stream in payloads if stream is not None}
         seed = document["position"]["seed"]
         environment = describe_environment(self._job, seed, self._device.type)
@@ -225,7 +227,7 @@ class Saver:
                     step_folder(root, old_step).withdraw(MANIFEST)
             except (OSError, UserError) as error:  # costs no checkpoint
                 pending.warning = f"an old checkpoint could not be deleted: {error}"
-        dist.barrier(group)  # or ranks would wait for a slow deletion in the training's group
+        dist.barrier(group)  # waits for a slow deletion here instead of in the training's group
         return done
 
     @phase("save")
@@ -259,7 +261,7 @@ class Saver:
         if pending.error:
             message = commit.describe(pending.error)
         message += f"; {remaining}"
-        if pending.step == self._last_step:  # no other save makes up for it
+        if pending.step == self._last_step:  # no later save makes up for it
             raise RunFailed(message)
         if self.settings.on_failure == "stop":
             raise RunFailed(f'{message} (checkpoint.on_failure = "warn" would continue)')
@@ -272,7 +274,7 @@ class Saver:
         self.records.append(pending)
         if pending.warning:
             self._log.warning(pending.warning)
-        waited = pending.costs["blocked"]  # for the thread's start too
+        waited = pending.costs["blocked"]  # includes the thread's start
         took = max(waited, pending.costs["staging"] + pending.costs["write"])
         folder = step_folder(self._folder.root, pending.step)
         self._log.info(f"saved {folder} in {took:.2f} s; training waited {waited:.2f} s")
@@ -280,7 +282,7 @@ class Saver:
             self._set_interval(waited, took)
 
     def _set_interval(self, waited: float, took: float) -> None:
-        """Set the seconds between saves by Young's rule: a failure loses half of them."""
+        """Set the seconds between saves by Young's formula: a failure loses half of them."""
         hours = self._job.config.fault.mtbf_hours
         seconds = max((2 * waited * hours * 3600) ** 0.5, 2 * took, FIRST_SECONDS)
         if 0.9 < seconds / self._auto_seconds < 1.1:
@@ -292,7 +294,7 @@ class Saver:
         )
 
     def wait_ignoring_errors(self) -> None:
-        """Wait for the pending save when an error ends the run: that error is reported instead."""
+        """Wait for the pending save after an error that ends the run and is reported instead."""
         if self._pending:
             self._pending.join()
             if self._pending.error is None:

@@ -16,7 +16,7 @@ from titanlite.runtime.store import LocalPath
 SEEN_BY_ALL = ".seen-by-all-"
 """Prefix of the file that shows whether all ranks share the folder."""
 _PATIENCE_SECONDS = 5
-"""A network folder may show a new file late on another node."""
+"""Time for a new file in a network folder to appear on other nodes."""
 
 
 def require_shared(root: LocalPath, rank_info: RankInfo, group: dist.ProcessGroup | None) -> bool:
@@ -34,7 +34,8 @@ def require_shared(root: LocalPath, rank_info: RankInfo, group: dist.ProcessGrou
             probe.put(b"")
         except OSError as error:
             failure = f"checkpoint.folder {root}: nothing can be written there ({error.strerror})"
-    if failure := gather_objects(failure, group)[0]:
+    failure = gather_objects(failure, group)[0]
+    if failure:
         raise UserError(failure)
     usable = _appears(probe) and os.access(root, os.W_OK)
     ranks = gather_objects((rank_info.host, usable), group)
@@ -49,7 +50,7 @@ def require_shared(root: LocalPath, rank_info: RankInfo, group: dist.ProcessGrou
         shown += " and others"
     raise UserError(
         f"checkpoint.folder {root} (on rank 0's host {ranks[0][0]}) is not writable from {shown}: "
-        "all ranks write into one folder, so job.dump_folder must be on shared storage"
+        "all ranks write to one folder, so job.dump_folder must be on shared storage"
     )
 
 

@@ -84,7 +84,7 @@ def find_before(folder: CheckpointFolder, step: int) -> Resume:
 
 
 def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> None:
-    """Load it, and log the starting point and differences from the saved run."""
+    """Load the state, and log the starting point and differences from the saved run."""
     log = folder.log
     if resume.folder is None:
         if folder.settings.enable:
@@ -101,8 +101,10 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
         return
     load.restore(resume, state, folder.group)
     folder.base = base.settle(folder, resume, state)
+    without = ", ".join(resume.exclude)
+    left_out = f" without {without} (checkpoint.exclude_from_loading)" if without else ""
     if not resume.continues:
-        log.info(f"loaded weights from {resume.folder}")
+        log.info(f"loaded weights from {resume.folder}{left_out}")
         if folder.base:
             log.info(
                 f"each resume reads the base from {folder.base.folder}: keep it, or copy it first "
@@ -113,13 +115,14 @@ def restore(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> N
     if resume.folder.parent == folder.root and folder.rank_info.rank == 0:
         folder.archive_steps_after(step)
     dist.barrier(folder.group)
-    log.info(f"resumed step {step} from {resume.folder}")
+    log.info(f"resumed step {step} from {resume.folder}{left_out}")
     for line in resume.changes(folder.job, _has_dropout(state)):
         log.info(line)
 
 
 def _has_dropout(state: TrainingState) -> bool:
     """Return whether any stage of the model has dropout."""
-    modules = [module for part in state.parts for module in part.modules()]
-    own = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
+    own = False
+    for part in state.parts:
+        own |= any(isinstance(each, nn.Dropout) and each.p > 0 for each in part.modules())
     return any(gather_objects(own, state.stages))

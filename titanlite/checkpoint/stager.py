@@ -1,4 +1,4 @@
-"""The copy of a state in host memory that a save writes while training goes on."""
+"""The copy of a state in host memory that a save writes while training continues."""
 
 import time
 import weakref
@@ -13,8 +13,9 @@ from titanlite.parallel.dtensor import let_go, local_part, with_shard
 
 
 class Stager(AsyncStager):
-    """Copies tensors into memory that it keeps for the next save; from a GPU while training goes
-    on: `wait` before they change, and `synchronize` before the copies are read.
+    """Copies tensors to memory that is kept for the next save. From a GPU this happens while
+    training continues: call `wait` before they change, and `synchronize` before the copies are
+    read.
     """
 
     should_synchronize_after_execute = False  # type: ignore[assignment]
@@ -23,7 +24,7 @@ class Stager(AsyncStager):
         self, gpu: torch.device | None = None, changed_by_forward: Collection[str] = ()
     ) -> None:
         self.seconds = 0.0
-        """Of the last copy; from a GPU, of its start."""
+        """Time of the last copy; from a GPU, only of its start."""
         self._gpu = gpu
         self._at_once = changed_by_forward
         self._copies: dict[str, torch.Tensor] = {}
@@ -55,7 +56,7 @@ class Stager(AsyncStager):
         return nested({name: self._copies[name] for name in tensors})
 
     def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Allocate one block for all: torch rounds each page-locked one up to a power of two."""
+        """Allocate one block for all: torch rounds each page-locked block up to a power of two."""
         if not tensors:
             return
         sizes = [-(-local_part(tensor).nbytes // 64) * 64 for tensor in tensors.values()]
@@ -79,7 +80,7 @@ class Stager(AsyncStager):
             self._copied.wait()
 
     def synchronize(self) -> None:
-        """Wait until the copy is complete, in any thread."""
+        """Wait until the copy is complete; any thread may call this."""
         if self._copied:
-            with torch.cuda.device(self._gpu):  # or it would open a context on the first GPU
+            with torch.cuda.device(self._gpu):  # otherwise a context opens on the first GPU
                 self._copied.synchronize()

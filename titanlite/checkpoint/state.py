@@ -2,9 +2,9 @@
 
 The names are the same on every mesh: `model.NAME` for every parameter and persistent buffer, stored
 once if two modules share it; `optimizer.NAME.KEY` for each of the optimizer's values for a
-parameter. Scalars (AdamW's step) are not tensors here but numbers in JSON. torch's get_state_dict
-would run an optimizer step to create the state, and store 11 scalars per parameter. Under pipeline
-parallel a rank has the tensors of its own stages.
+parameter. Scalars (AdamW's step) are stored as numbers in JSON, not as tensors. torch's
+get_state_dict would run an optimizer step to create the state, and store 11 scalars per parameter.
+Under pipeline parallel a rank has the tensors of its own stages.
 """
 
 import copy
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TrainingState:
-    """The tensors and numbers of one rank. The tensors are live: copy them to keep their values."""
+    """The tensors and numbers of one rank. The tensors are live; copy them to keep their values."""
 
     def __init__(
         self,
@@ -38,9 +38,8 @@ class TrainingState:
         table: Mapping[str, Rule],
         stages: dist.ProcessGroup | None = None,
     ) -> None:
-        """Without an optimizer there are only weights.
-
-        The ranks of `stages` together hold the whole model.
+        """Without an optimizer, there are only weights. The ranks of `stages` together hold the
+        whole model.
         """
         self.parts = list(parts)
         self.stages = stages
@@ -59,7 +58,7 @@ class TrainingState:
         return merged
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return parameters, frozen ones too, and persistent buffers."""
+        """Return parameters, including frozen ones, and persistent buffers."""
         tensors: dict[str, torch.Tensor] = {}
         for parameter, name in self._names.items():
             tensors[f"model.{name}"] = plain(parameter)
@@ -74,7 +73,7 @@ class TrainingState:
         return {f"model.{name}": plain(each) for each, name in names if not each.requires_grad}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights, and the optimizer's tensors in the shape of a parameter."""
+        """Return the weights, and the optimizer's tensors that have a parameter's shape."""
         tensors = self.weights()
         for name, _, value in self._entries():
             if not _is_scalar(value):
@@ -82,7 +81,7 @@ class TrainingState:
         return tensors
 
     def chosen(self, weights_only: bool, whole: bool) -> Tensors:
-        """Return the tensors of a checkpoint, which is without frozen parameters unless `whole`."""
+        """Return the tensors for a checkpoint, without frozen parameters unless `whole`."""
         tensors = self.weights() if weights_only else self.tensors()
         if not whole:
             for name in self.frozen():
@@ -92,7 +91,7 @@ class TrainingState:
     def numbers(self) -> Numbers:
         """Return the scalars of all stages.
 
-        It waits for the device once per device and type instead of once per scalar.
+        This synchronizes once per device and type instead of once per scalar.
         """
         numbers: Numbers = {}
         stacks: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
@@ -119,7 +118,7 @@ class TrainingState:
     def _entries(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
         """Yield name, containing dict and value of all optimizer state.
 
-        Missing state is created as zeros: a parameter has none before its first gradient.
+        Missing state, of parameters that had no gradient yet, is created as zeros.
         """
         assert self._optimizer is not None
         for number, group in enumerate(self._optimizer.param_groups):
@@ -151,16 +150,16 @@ def _state_after_a_step(
     """Return an optimizer's state for a parameter of this kind, from a step on a small probe.
 
     A step of the real optimizer with zero gradients would need memory for all of them, run its
-    hooks and collectives, and be repeated at each save by optimizers that keep no state.
+    hooks and collectives, and be repeated at each save if the optimizer keeps no state.
     """
-    trial = copy.copy(optimizer)  # copied as pickle would: without hooks
+    trial = copy.copy(optimizer)  # like pickle, this does not copy hooks
     for name, value in vars(optimizer).items():
         vars(trial).setdefault(name, value)
     sizes = (2,) * parameter.dim()
     probe = nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device))
     probe.grad = torch.zeros_like(probe)
     probe_group = {**group, "params": [probe]}
-    probe_group.pop("param_names", None)  # the probe is no parameter of the model
+    probe_group.pop("param_names", None)  # the probe is not a parameter of the model
     trial.state = defaultdict(dict)
     trial.param_groups = [probe_group]
     trial.step()

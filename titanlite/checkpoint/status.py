@@ -1,8 +1,8 @@
-"""What a launcher says of a run's checkpoints: at a start whether the run is finished, at the end
-what was saved. No torch.
+"""What a launcher reports about a run's checkpoints: at the start whether the run is finished, at
+the end what was saved. No torch.
 
-A launcher forks, and may not open a bucket: at the start another process looks there, and then rank
-0 writes down each save.
+A launcher forks, so it must not open a bucket: at the start another process looks there, and
+afterwards rank 0 records each save.
 """
 
 import sys
@@ -29,8 +29,8 @@ from titanlite.runtime.bucket import Place
 from titanlite.runtime.store import LocalPath
 
 _SAVED = ".saved"
-"""File in the dump folder with the newest step that is in checkpoint.folder, where that is a URL,
-and when it was saved; 0 for one that was found there."""
+"""File in the dump folder with the newest step in checkpoint.folder, if that is a URL, and when it
+was saved (0 if it was found there)."""
 
 
 def in_bucket(config: JobConfig) -> bool:
@@ -38,11 +38,12 @@ def in_bucket(config: JobConfig) -> bool:
 
 
 def look(config: JobConfig) -> None:
-    """Raise for a bucket that cannot be checkpoint.folder; write down its newest complete step."""
+    """Raise if checkpoint.folder is an unusable bucket; record the newest complete step in it."""
     if not (config.checkpoint.enable and in_bucket(config)):
         return
     step = bucket.in_own_process("titanlite.checkpoint.status", config.checkpoint.folder)
-    note(config, int(step) if step else None)
+    newest_step = int(step) if step else None
+    note(config, newest_step)
 
 
 def note(config: JobConfig, step: int | None, at: int = 0) -> None:
@@ -67,12 +68,14 @@ def _newest_there(url: str) -> str:
     """Check a bucket, and return its newest complete step."""
     bucket.check(url)
     root = bucket.place(url)
-    steps = transfer.steps(root)
-    return next((f"{step}" for step in reversed(steps) if is_complete(step_folder(root, step))), "")
+    for step in reversed(transfer.steps(root)):
+        if is_complete(step_folder(root, step)):
+            return f"{step}"
+    return ""
 
 
 def times(config: JobConfig) -> dict[int, int]:
-    """Return when each step was saved, in nanoseconds; of a bucket, the newest one."""
+    """Return when each step was saved, in nanoseconds; for a bucket, only the newest step."""
     if in_bucket(config):
         with suppress(FileNotFoundError):
             step, at = Path(config.job.dump_folder, _SAVED).read_bytes().split()
@@ -90,20 +93,22 @@ def newest(config: JobConfig) -> int | None:
 
 
 def last_named(config: JobConfig) -> int | None:
-    """Return the step that was saved last, without a look at its files."""
+    """Return the step that was saved last, without checking its files."""
     if in_bucket(config):
         return max(times(config), default=None)
     return named_latest(checkpoint_root(config))
 
 
 def name_of(config: JobConfig, step: int | None = None) -> str:
-    """Return where checkpoints are, or one of them."""
-    root = config.checkpoint.folder if in_bucket(config) else str(checkpoint_root(config))
+    """Return the place of the checkpoints, or of one of them."""
+    root = config.checkpoint.folder
+    if not in_bucket(config):
+        root = str(checkpoint_root(config))
     return root if step is None else f"{root}/step-{step}"
 
 
 def finished_message(config: JobConfig) -> str:
-    """Return the line of a target step that an earlier run reached; an empty string if none did."""
+    """Return a line if an earlier run has reached the target step; otherwise an empty string."""
     settings = config.checkpoint
     steps = config.training.steps
     if not settings.enable or settings.load_step != -1:
@@ -120,52 +125,60 @@ def finished_message(config: JobConfig) -> str:
             missing = f"; its export is missing: {command}"
     if config.validation.enable and step == steps and not _was_validated(config):
         missing += f"; its validation is missing: {command_for(config, 'evaluate')}"
-    other = "--checkpoint.folder" if in_bucket(config) else "--job.dump_folder"
+    other = "--job.dump_folder"
+    if in_bucket(config):
+        other = "--checkpoint.folder"
     remedy = f"raise --training.steps, or give {other}{missing}"
     return f"already at step {step} of {steps}: {remedy}"
 
 
 def _was_validated(config: JobConfig) -> bool:
-    """Whether the metrics have a validation of the last step."""
+    """Whether the metrics include a validation at the last step."""
     file = Path(config.job.dump_folder, METRICS)
-    lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
+    lines = []
+    if file.exists():
+        lines = file.read_text("utf-8", "replace").splitlines()
     step = f'"step": {config.training.steps},'
     return any(step in line and '"validation_loss"' in line for line in lines)
 
 
 def command_for(config: JobConfig, command: str, *words: str) -> str:
-    """Return a command about the run's newest checkpoint."""
+    """Return a command for the run's newest checkpoint."""
     package = config.model.package
     named = ["--model.package", package] if package else []
     return command_line("titanlite", command, f"{Path(config.job.dump_folder)}", *words, *named)
 
 
 def take_folder(config: JobConfig) -> str:
-    """Lock the dump folder, move the files that this run would overwrite, and return where it
-    starts.
+    """Lock the dump folder, move files that this run would overwrite, and return where it starts.
 
-    A run that finds checkpoints continues their metrics; any other starts over, and all files are
+    A run that finds checkpoints appends to its metrics; any other starts over, and all files are
     moved.
     """
     lock.take(
         Path(config.job.dump_folder, lock.RUN_LOCK), f'job.dump_folder = "{config.job.dump_folder}"'
     )
     load_step = config.checkpoint.load_step
-    if config.checkpoint.enable and (steps := sorted(times(config))):
+    steps = sorted(times(config)) if config.checkpoint.enable else []
+    if steps:
         archive = archive_previous_files(config, resumed=True)
-        among = f"the newest of steps {', '.join(map(str, steps))}"
+        chosen = f"the newest of steps {', '.join(map(str, steps))}"
         if len(steps) == 1:
-            among = f"step {steps[0]}, the only one,"
-        chosen = among if load_step == -1 else f"step {load_step} (checkpoint.load_step)"
-        return f"resuming from {chosen} in {name_of(config)}" + (
-            f"; earlier logs go to {archive}" if archive else ""
-        )
+            chosen = f"step {steps[0]}, the only one,"
+        if load_step != -1:
+            chosen = f"step {load_step} (checkpoint.load_step)"
+        line = f"resuming from {chosen} in {name_of(config)}"
+        if archive:
+            line += f"; earlier logs go to {archive}"
+        return line
     archive = archive_previous_files(config, resumed=False)
-    return f"an earlier run's files are now in {archive}" if archive else ""
+    if archive:
+        return f"an earlier run's files are now in {archive}"
+    return ""
 
 
 def last_saved_message(config: JobConfig) -> str:
-    """Return a phrase with the newest save of a stopped run."""
+    """Return a phrase about the newest save of a stopped run."""
     if not config.checkpoint.enable:
         return "nothing was saved: checkpoint.enable is off"
     step = newest(config)

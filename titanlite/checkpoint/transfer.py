@@ -1,6 +1,6 @@
-"""Checkpoints on object stores: copied file by file, verified on the way, and the manifest last.
+"""Checkpoints on object stores: copied file by file, verified on the way, with the manifest last.
 
-A step is there exactly when its manifest is. No torch.
+A step exists exactly if its manifest does. No torch.
 """
 
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ def fetch_metrics(root: Place, outer: Place) -> None:
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """Return the files of tensors that a rank brings; on as many ranks as wrote them, its own."""
+    """Return the files of tensors that a rank fetches; on as many ranks as wrote them, its own."""
     files = sorted(manifest.files, key=lambda name: (len(name), name))
     files = [name for name in files if name.endswith(".safetensors")]
     return [name for at, name in enumerate(files) if at * ranks // len(files) == rank]

@@ -1,4 +1,4 @@
-"""The section of checkpoints: where and when a run saves, and what it loads."""
+"""The [checkpoint] section: where and when a run saves, and what it loads."""
 
 from typing import Annotated, Literal
 
@@ -30,27 +30,27 @@ class Checkpoint(Section):
     async_with_pinned_mem: also copy in the background, into page-locked memory, before the next
     optimizer step (GPU only)."""
     keep_latest_k: Natural = 10
-    """Checkpoints to keep that can be resumed; 0 keeps all."""
+    """Number of resumable checkpoints to keep; 0 keeps all."""
     keep_every: Annotated[Natural, Needs("checkpoint.enable", "checkpoint.keep_latest_k")] = 0
     """Keep checkpoints at multiples of this step forever; 0 keeps none."""
     after_save: str = ""
-    """Command for a shell on node 0 after each save, with {checkpoint} for what was saved. It runs
-    in parallel with training, one at a time; of the saves in the meantime only the newest
-    follows."""
+    """Shell command to run on node 0 after each save; {checkpoint} stands for what was saved. It
+    runs in parallel with training, one at a time, and skips all but the newest of the saves in the
+    meantime."""
     upload_parallel: Annotated[Positive, _UPLOADS] = 4
-    """Parts that a rank sends to a store at once."""
+    """Parts that a rank uploads at once."""
     part_mib: Annotated[int, Field(ge=5, le=5120), _UPLOADS] = 64
     """Size of a part in MiB; larger if a file would have more than 9,000 parts."""
     stall_timeout_seconds: Annotated[Seconds, _UPLOADS] = 120
-    """Time after which a part without an answer is sent again; upload_parallel x part_mib must fit
-    into it."""
+    """Time after which an unanswered part is sent again; uploading upload_parallel x part_mib must
+    take less."""
     load_step: Annotated[
         Literal[-1] | Natural, Needs("checkpoint.enable", why="nothing is resumed")
     ] = -1
     """Step to resume from; -1 means the latest complete checkpoint."""
     initial_load_path: Annotated[str, Needs()] = ""
-    """Checkpoint, folder of them or dump folder to start from if there is nothing to resume; also a
-    URL, or TorchTitan's."""
+    """Checkpoint, folder of checkpoints or dump folder to start from if there is nothing to resume;
+    may be a URL, or TorchTitan's."""
     initial_load_in_hf: Annotated[
         bool, Needs("checkpoint.initial_load_path", why="nothing is loaded")
     ] = False

@@ -1,9 +1,9 @@
 """A Hugging Face folder's config.json: the flavor it describes, and where it contradicts a model.
 
-No tensor's shape shows heads, epsilons or wavelengths.
+It matters because tensor shapes reveal neither heads nor epsilons nor wavelengths.
 
-A key that the file lacks counts as transformers' default, which the model declares. A key that the
-model lacks is refused unless it is switched off or is listed as one that changes no value."""
+A key missing from the file has transformers' default, which the model declares. A key that the
+model does not know is refused unless it is switched off or listed as harmless."""
 
 import dataclasses
 import json
@@ -31,29 +31,30 @@ _HARMLESS = """
     num_beam_groups temperature top_k top_p typical_p repetition_penalty length_penalty
     num_return_sequences
 """.split()
-"""Patterns of keys that change no value which the weights compute: metadata, training, and how text
-is generated.
+"""Patterns of keys that do not change what the weights compute: metadata, and settings of training
+and generation.
 """
 
 
 def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, Any]]:
-    """Return the config.json that `model.flavor hf` reads, and the tables of keys that its folder
-    gives.
+    """Return the config.json that `model.flavor hf` reads, and the keys that its folder sets, as
+    tables.
 
-    The fields of a flavor; the model's name, unless one is given, which must then be the same; the
-    tokenizer, if the folder has one. If it is checkpoint.initial_load_path, its weights are loaded.
-    Nothing if the config has all fields already, as that of an earlier run."""
+    These are the fields of a flavor, the model's name (if one is given, it must match), and the
+    tokenizer if the folder has one. If the folder is checkpoint.initial_load_path, its weights are
+    loaded. Both are empty if the config has all fields already, like that of an earlier run."""
     try:
         spec = get_model(config.model.name, config.model.package)
     except UserError:
-        return "", {}  # a rule names it
+        return "", {}  # a rule reports it
     if "hf" in spec.flavors:
         return "", {}
     paths = {"checkpoint.initial_load_path": config.checkpoint.initial_load_path}
     paths["model.hf_assets_path"] = config.model.hf_assets_path
-    with_config = [
-        key for key, path in paths.items() if path and (Path(path) / "config.json").is_file()
-    ]
+    with_config = []
+    for key, path in paths.items():
+        if path and (Path(path) / "config.json").is_file():
+            with_config.append(key)
     folder = Path(paths[with_config[0]]) if with_config else None
     if folder and not name_is_given:
         spec = get_model(model_of(folder))
@@ -63,18 +64,15 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
         return "", {}
     if folder is None:
         fields = dataclasses.fields(type(next(iter(spec.flavors.values()))))
-        if {
-            f.name for f in fields if f.default is dataclasses.MISSING
-        } <= config.model.overrides.keys():
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if required <= config.model.overrides.keys():
             return "", {}
-        given = "; ".join(
-            f'{key} = "{path}" {"has none" if os.path.exists(path) else "does not exist"}'
-            for key, path in paths.items()
-            if path
-        )
-        raise UserError(
-            f"needs a folder with config.json in {' or '.join(paths)}{given and f'; {given}'}"
-        )
+        why = f"needs a folder with config.json in {' or '.join(paths)}"
+        for key, path in paths.items():
+            if path:
+                has = "has none" if os.path.exists(path) else "does not exist"
+                why += f'; {key} = "{path}" {has}'
+        raise UserError(why)
     found: dict[str, Any] = {"model": {"name": spec.name, "overrides": _fields(folder, spec)}}
     if (folder / "tokenizer.json").is_file():
         found["model"]["hf_assets_path"] = str(folder)
@@ -84,8 +82,8 @@ def read_flavor(config: JobConfig, name_is_given: bool) -> tuple[str, dict[str, 
 
 
 def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a flavor that a folder's config.json describes; refuse features that the
-    model lacks.
+    """Return the fields of the flavor that a folder's config.json describes; refuse features that
+    the model lacks.
     """
     assert spec.hf
     given = read_config(folder)
@@ -95,7 +93,7 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     if given.get("model_type") not in _model_types(spec):
         name = model_of(folder)
         raise UserError(
-            f'{path} is of a {name}, and model.name is "{spec.name}"; use --model.name {name}'
+            f'{path} describes a {name}, but model.name is "{spec.name}"; use --model.name {name}'
         )
     theirs = complete(given, spec.hf)
     found = {field: _value(theirs, key) for field, key in spec.hf.fields.items()}
@@ -108,16 +106,16 @@ def _fields(folder: Path, spec: ModelSpec) -> dict[str, Any]:
         )
         faults = [f"{error} ({words} there)" if words else str(error)]
     if faults:
-        raise UserError(f"{path} is of a model that {spec.name} does not compute:{some_of(faults)}")
+        raise UserError(f"{path} has features that {spec.name} does not compute:{some_of(faults)}")
     return fields
 
 
 def model_of(folder: Path) -> str:
-    """Return the name of the registered model that a folder's config.json is of."""
+    """Return the name of the registered model that a folder's config.json describes."""
     kind = read_config(folder).get("model_type")
     kinds = list[str]()
     for name in model_names():
-        with suppress(UserError):  # of another package, which may be broken
+        with suppress(UserError):  # another package's model may be broken
             known = _model_types(get_model(name))
             kinds += known
             if kind in known:
@@ -129,14 +127,14 @@ def model_of(folder: Path) -> str:
 
 def _model_types(spec: ModelSpec) -> list[str]:
     """Return every model_type that this model's flavors can have, such as qwen3 and qwen3_moe."""
-    if not spec.hf or spec.hf.conversions:  # not to import all of transformers
+    if not spec.hf or spec.hf.conversions:  # would import all of transformers
         return []
     configs = map(spec.hf.config, spec.flavors.values())
     return [*dict.fromkeys(config["model_type"] for config in configs if "model_type" in config)]
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, None without one."""
+    """Return the value of a dotted key, or None."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -146,15 +144,13 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 def _overrides(
     key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], hf: HuggingFace
 ) -> str:
-    """Return the overrides that give the model the value of a key of config.json, if there are
-    any.
-    """
-    options = [
-        shlex.join([f"--model.overrides.{field}", json.dumps(_value(theirs, dotted))])
-        for field, dotted in hf.fields.items()
-        if f"{dotted}.".startswith(f"{key}.")
-        and _value(theirs, dotted) not in (None, _value(ours, dotted))
-    ]
+    """Return the overrides that give the model the values of a config.json key, as a hint."""
+    options = []
+    for field, dotted in hf.fields.items():
+        value = _value(theirs, dotted)
+        is_inside = f"{dotted}.".startswith(f"{key}.")
+        if is_inside and value not in (None, _value(ours, dotted)):
+            options.append(shlex.join([f"--model.overrides.{field}", json.dumps(value)]))
     return f"; {' '.join(options)}" if options else ""
 
 
@@ -166,7 +162,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         hint = ""
         if (folder / "config.toml").exists():
-            hint = " (a folder of titanlite's, for checkpoint.initial_load_path as it is)"
+            hint = " (it is titanlite's: use it as checkpoint.initial_load_path)"
         raise UserError(
             f"{folder} has no config.json{hint}: nothing says which heads, "
             "epsilon or wavelengths its weights need"
@@ -181,13 +177,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def complete(config: Mapping[str, Any], hf: HuggingFace) -> dict[str, Any]:
-    """Return a config.json with transformers' defaults for the keys that it lacks or that are
-    null.
-    """
-    given = {key: value for key, value in _one_form_of_rope(config).items() if value is not None}
+    """Return a config.json with transformers' defaults for keys that are missing or null."""
+    given = {}
+    for key, value in _one_form_of_rope(config).items():
+        if value is not None:
+            given[key] = value
     try:
         defaults = hf.defaults(given)
-    # A value of another type, which the comparison names.
+    # A value has the wrong type, which the comparison reports.
     except (TypeError, ValueError, ZeroDivisionError):
         defaults = hf.defaults({})
     return {**_NEUTRAL, **defaults, **given}

@@ -33,12 +33,15 @@ by name otherwise.
 
 
 def help_text(search: str = "") -> str:
-    """Return every key with `search` in its name or meaning, with its default and meaning, for a
+    """Return the keys with `search` in their names or meanings, with defaults and meanings, for a
     terminal.
     """
     lines = []
     for name, cls in SECTIONS.items():
-        rows = [row for row in _rows(name) if search.lower() in f"{name}.{row[0]} {row[3]}".lower()]
+        rows = []
+        for row in _rows(name):
+            if search.lower() in f"{name}.{row[0]} {row[3]}".lower():
+                rows.append(row)
         if not rows:
             continue
         head = f"[{name}]  {_one_line(cls.__doc__)}"
@@ -56,20 +59,23 @@ def help_text(search: str = "") -> str:
 def json_schema() -> str:
     """Return the JSON schema for the completion of TOML files in editors."""
     text = json.dumps(JobConfig.model_json_schema(), indent=1, ensure_ascii=False)
-    return text.replace(r"\n", " ") + "\n"  # the line ends of docstrings
+    return text.replace(r"\n", " ") + "\n"  # line breaks in docstrings
 
 
 def markdown() -> str:
     """Return the text of docs/config.md."""
     out = [_INTRODUCTION]
     for name, cls in SECTIONS.items():
-        if rows := _rows(name):
+        rows = _rows(name)
+        if rows:
             out += [f"## [{name}]", "", _one_line(cls.__doc__), ""]
             out += ["| key | default | legal values | meaning |", "|---|---|---|---|"]
             for key, default, values, meaning in rows:
                 full = f"{name}.{key}"
                 mark = " **+**" if full in NEW else ""
-                difference = f" **≠** ({DIFFERENT[full]})" if full in DIFFERENT else ""
+                difference = ""
+                if full in DIFFERENT:
+                    difference = f" **≠** ({DIFFERENT[full]})"
                 cells = [f"`{key}`{mark}", f"`{default}`", values, meaning + difference]
                 out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             out.append("")
@@ -85,18 +91,16 @@ def markdown() -> str:
 
 def _rows(section: str) -> list[tuple[str, str, str, str]]:
     """Return key, default, legal values and meaning of a section's own keys."""
-    fields = [(key.rpartition("."), info) for key, info in KEYS.items()]
-    return [
-        (
-            key,
-            toml_value(info.default),
-            # Without the bound that all whole numbers have.
-            legal(info.annotation, info.metadata).replace(f" and <= {MOST}", ""),
-            _one_line(info.description) + _conditions(f"{section}.{key}"),
-        )
-        for (name, _, key), info in fields
-        if name == section
-    ]
+    rows = list[tuple[str, str, str, str]]()
+    for full, info in KEYS.items():
+        name, _, key = full.rpartition(".")
+        if name != section:
+            continue
+        # Without the bound that all whole numbers have.
+        values = legal(info.annotation, info.metadata).replace(f" and <= {MOST}", "")
+        meaning = _one_line(info.description) + _conditions(full)
+        rows.append((key, toml_value(info.default), values, meaning))
+    return rows
 
 
 def _conditions(key: str) -> str:

@@ -1,5 +1,5 @@
-"""Reads hardware.toml, which MFU and the planner share, and files of the same form over it. No
-torch.
+"""The table of GPUs and nodes in hardware.toml, used for MFU and by the planner, and files that
+override it. No torch.
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,7 @@ _SHIPPED = Path(__file__).with_name("hardware.toml")
 
 
 def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
-    """Return the shipped table with those of the files laid over it, key by key, from left to
-    right.
-    """
+    """Return the shipped table, overridden key by key by those of the files, from left to right."""
     table: dict[str, Any] = {}
     for file in (_SHIPPED, *files):
         try:
@@ -36,11 +34,11 @@ def hardware_table(files: Iterable[Path] = ()) -> dict[str, Any]:
 
 
 def recognize(name: str, memory: int | None, files: Iterable[Path] = ()) -> str:
-    """Return the GPU of the table for a driver's name and bytes of memory, or an empty string."""
+    """Return the table's GPU for a driver's name and bytes of memory, or an empty string."""
     words = set(name.replace("-", " ").split())
     gpus = hardware_table(files)["gpu"]
     alike = [key for key, gpu in gpus.items() if words.issuperset(gpu["words"].split())]
-    # Those of most words are first.
+    # The table lists entries with more words first.
     same = [key for key in alike if gpus[key]["words"] == gpus[alike[0]]["words"]]
     return min(same, key=lambda key: abs(gpus[key]["memory_gib"] * GIB - (memory or 0)), default="")
 

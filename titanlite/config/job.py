@@ -1,4 +1,4 @@
-"""The Job of a valid config; a ConfigError names every fault of any other config. No torch."""
+"""The Job of a valid config; for any other config, a ConfigError lists every fault. No torch."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ class Job:
     config: JobConfig
     """The effective config: keys that have no effect have their defaults."""
     given: JobConfig
-    """The config as it was given: written to files, and compared with other runs."""
+    """The config as given: written to files, and compared with other runs."""
     idle: dict[str, str]
-    """The keys without effect, each with the reason."""
+    """The keys that have no effect, each with the reason."""
     layout: Layout
     batch: Batch
     spec: ModelSpec
@@ -33,7 +33,7 @@ class Job:
 
     @property
     def remarks(self) -> list[str]:
-        """Return lines about legal settings that may surprise."""
+        """Lines about legal settings that may be surprising."""
         bare = pipeline.bare_stages(self.stages, self.spec.blocks)
         warmup = run.long_warmup(self.config)
         lines = self.no_effect, warmup, bare
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def no_effect(self) -> str:
-        """One line that names the keys without effect and why, or nothing."""
+        """One line that names the keys without effect and why, or an empty string."""
         return self.no_effect_of(self.idle)
 
     def no_effect_of(self, keys: Container[str]) -> str:
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def positions(self) -> int:
-        """The longest sequence that the model will see."""
+        """The length of the longest sequence that the model will see."""
         return max(self.config.training.seq_len, self.validation_seq_len)
 
 
@@ -70,16 +70,16 @@ def job_from(
     training: bool,
     device: str = "",
 ) -> Job:
-    """Return the job of a command line or of what it loaded; raise ConfigError with all its faults.
+    """Return the job of a command line or a loaded config; raise ConfigError with all its faults.
 
-    `world` is the number of ranks; None takes the smallest that fits. Without `training`, keys of
-    other commands have an effect. `device` is what job.device "auto" was found to be.
+    `world` is the number of ranks; None means the smallest that fits. With `training`, keys without
+    effect in training have their defaults. `device` is what job.device "auto" resolves to.
     """
     loaded = source if isinstance(source, Loaded) else load(source)
     given = loaded.config
     resolved = with_values(given, {"job.device": device or given.job.device})
     check = Check(replace(loaded, config=resolved))
-    # What cannot be found is None, and what needs it is left out.
+    # What cannot be derived is None, and rules that need it are skipped.
     spec = check.find(run.find_spec, check.config)
     of_flavor = check.find(run.find_model, check.config, spec)
     model = shape = None

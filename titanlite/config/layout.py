@@ -18,7 +18,7 @@ def divisors(n: int) -> list[int]:
 class Layout:
     """Degrees of the mesh.
 
-    `ep` is not a dimension of it: experts are a second view of dp_shard x cp x tp.
+    `ep` is not one of its dimensions: experts use a second view of dp_shard x cp x tp.
     """
 
     pp: int = 1
@@ -28,7 +28,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     experts: bool = False
-    """The model has experts."""
+    """Whether the model has experts."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -40,17 +40,17 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Return how many groups of ranks read different data."""
+        """The number of data-parallel groups, which read different data."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Return how many ranks parameters are sharded over."""
+        """The number of ranks that parameters are sharded over."""
         return self.dp_shard * self.cp
 
     @property
     def expert_fsdp(self) -> int:
-        """Return how many ranks have the same experts, and shard their weights."""
+        """The number of ranks that have the same experts and shard their weights."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
@@ -59,19 +59,24 @@ class Layout:
 
     @property
     def experts_on_own_mesh(self) -> bool:
-        """Return whether experts are sharded over other ranks than the layers around them."""
+        """Whether experts are sharded over other ranks than the layers around them."""
         return self.experts and self.ep * self.tp > 1
 
     @property
+    def sums_experts_apart(self) -> bool:
+        """Return whether experts on a mesh of their own are sharded or have replicas."""
+        return self.experts_on_own_mesh and self.expert_fsdp * self.dp_replicate > 1
+
+    @property
     def max_shard_degree(self) -> int:
-        """Return the largest sharding degree of any parameter."""
+        """The largest sharding degree of any parameter."""
         if self.experts_on_own_mesh:
             return max(self.fsdp, self.expert_fsdp)
         return self.fsdp
 
     @property
     def model_shards(self) -> int:
-        """Return how many ranks a matrix is split over, by all dimensions together."""
+        """The number of ranks that a matrix is split over, all dimensions together."""
         return self.pp * self.fsdp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -1,5 +1,5 @@
 """From files and command-line overrides to a JobConfig: one tree, checked once, with every fault
-named.
+reported.
 
 Precedence: command line > later file > earlier file > default. Rules between keys are in rules/.
 """
@@ -33,14 +33,12 @@ SHIPPED = Path(__file__).parent.parent / "train_configs"
 _TABLES = {key for key, info in KEYS.items() if legal(info.annotation) == "a table"}
 _NO_OPTION = "is not an option"
 _PROBLEMS = {"missing": "is missing", "extra_forbidden": "is unknown"}
-"""Types of pydantic's errors, in words; others keep their message."""
+"""Words for types of pydantic's errors; others keep their message."""
 
 
 @dataclass(frozen=True)
 class ConfigFault:
-    """One error: the key (or file, or flag), the reason, the value and where the value comes
-    from.
-    """
+    """One error: the key (or file, or flag), the reason, the value, and its origin."""
 
     key: str
     why: str
@@ -64,7 +62,9 @@ class ConfigError(UserError):
             if fault.origin:
                 title += f"   ({fault.origin})"
             blocks.setdefault(title, []).append(f"      {fault.why}")
-        lines = [line for title, reasons in blocks.items() for line in (f"  {title}", *reasons)]
+        lines = list[str]()
+        for title, reasons in blocks.items():
+            lines += [f"  {title}", *reasons]
         errors = "error" if len(blocks) == 1 else "errors"
         count = f"{len(blocks)} configuration {errors}"
         if all(fault.why.startswith(_NO_OPTION) for fault in self.faults):
@@ -74,7 +74,7 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A value as it was given, and where."""
+    """A given value, and where it was given."""
 
     value: Any
     origin: str
@@ -89,13 +89,13 @@ class CommandLine:
 
     files: list[str] = field(default_factory=list)
     names_files: bool = False
-    """Whether the files are its own: not of CONFIG_FILE, nor the default."""
+    """Whether it names the files itself, rather than by CONFIG_FILE or by default."""
     overrides: dict[str, Any] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
-    """Keys that were given more than once: the last value counts."""
+    """Keys that were given more than once; the last value counts."""
     faults: list[ConfigFault] = field(default_factory=list)
     old_spelling: bool = False
-    """Whether TorchTitan's option named the file."""
+    """Whether TorchTitan's option was used to name the file."""
 
     def put(self, key: str, value: Any) -> None:
         if self.overrides.get(key, value) != value and key not in self.repeated:
@@ -126,7 +126,7 @@ def parse_command_line(argv: list[str], environ: Mapping[str, str]) -> CommandLi
 
 
 def _read_option(argument: str, rest: list[str], line: CommandLine) -> None:
-    """Read an option into the line, and take its values from the rest of the arguments."""
+    """Read an option into the line, consuming its values from the rest of the arguments."""
     name, equals, text = argument[2:].partition("=")
     name = name.replace("-", "_")
     values = [text]
@@ -184,8 +184,8 @@ def _keys_named(name: str) -> str:
 
 
 def _read_value(key: str, text: str) -> Any:
-    """Read a TOML value; anything else is a string, and so is a number that is given to a key for
-    text. To a key for a list of text, a string is words between commas, as TorchTitan reads it.
+    """Read a TOML value; anything else is a string, as is a number given to a key for text. For a
+    list of text, a string is a comma-separated list, as in TorchTitan.
     """
     kind = KEYS[key].annotation if key in KEYS else None
     try:
@@ -200,8 +200,10 @@ def _read_value(key: str, text: str) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words between commas; those of a list that a shell took the quotes from, too."""
-    inside = text[1:].removesuffix("]") if text.startswith("[") else text
+    """Return comma-separated words, also those of a list whose quotes a shell has removed."""
+    inside = text
+    if text.startswith("["):
+        inside = text[1:].removesuffix("]")
     words = [part.strip(" \"'") for part in inside.split(",")]
     return [word for word in words if word]
 
@@ -213,24 +215,24 @@ def shipped_configs() -> list[str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config with a list of its invalid fields, which have their defaults."""
+    """A config, and its invalid fields, which have their defaults."""
 
     config: JobConfig
     entries: dict[str, Entry]
     invalid: set[str]
     faults: list[ConfigFault]
     notices: Sequence[str] = ()
-    """Lines about what was given and does not count."""
+    """Lines about keys that were given but do not count."""
 
     @property
     def given(self) -> list[str]:
-        """The keys that the user gave, not a config that ships."""
+        """The keys that the user gave, rather than a shipped config."""
         shipped = [name for name in shipped_configs() if not Path(name).is_file()]
         return [key for key, entry in self.entries.items() if entry.origin not in shipped]
 
 
 def load(line: CommandLine) -> Loaded:
-    """Read the files, lay the overrides over them, and check every key by itself."""
+    """Read the files, apply the overrides, and check each key on its own."""
     faults = list(line.faults)
     tree: dict[str, Entry] = {}
     for name in line.files:
@@ -254,7 +256,7 @@ def load(line: CommandLine) -> Loaded:
 
 
 def _read_file(name: str, tree: dict[str, Entry]) -> None:
-    """Lay a file over the tree: one that is here, else one that ships."""
+    """Apply a file to the tree: a local file if it exists, otherwise a shipped one."""
     path = Path(name)
     if not path.is_file():
         path = SHIPPED / name
@@ -266,14 +268,14 @@ def _read_file(name: str, tree: dict[str, Entry]) -> None:
     _flatten(read_toml(path), "", name, tree)
     if path.parent != SHIPPED:
         return
-    for key, entry in tree.items():  # the files that ship with a config are next to it
+    for key, entry in tree.items():  # files shipped with a config are next to it
         if str(entry.value).startswith(f"{SHIPPED.name}/"):
             tree[key] = Entry(str(SHIPPED.parent / entry.value), entry.origin)
 
 
 def _over_folder(tree: dict[str, Entry], config: JobConfig) -> dict[str, Entry]:
-    """Return the tree over the keys that the folder of `model.flavor hf` gives."""
-    # A name from elsewhere, as that of the default config, is not meant for the folder.
+    """Return the tree, applied over the keys set by the folder of `model.flavor hf`."""
+    # A name from elsewhere, such as the default config, is not meant for the folder.
     name = tree.get("model.name")
     is_given = name is not None and name.origin == tree["model.flavor"].origin
     file, found = read_flavor(config, is_given)
@@ -286,7 +288,7 @@ def _over_folder(tree: dict[str, Entry], config: JobConfig) -> dict[str, Entry]:
 
 
 def _notices(line: CommandLine, tree: Mapping[str, Entry]) -> list[str]:
-    """Return lines about keys that were given and do not count."""
+    """Return lines about keys that were given but do not count."""
     lines = []
     if line.repeated:
         last = ", ".join(f"{key} = {toml_value(line.overrides[key])}" for key in line.repeated)
@@ -309,7 +311,7 @@ def _only_tunes(key: str) -> bool:
 
 
 def load_valid(line: CommandLine) -> Loaded:
-    """Do the same, and raise a ConfigError with all faults if there are any."""
+    """Like `load`, but raise a ConfigError with all faults if there are any."""
     loaded = load(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)
@@ -326,7 +328,7 @@ def _flatten(table: Mapping[str, Any], prefix: str, origin: str, tree: dict[str,
             continue
         for other in [*tree]:
             overlaps = f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")
-            # A table's field and one that it contains: the later counts.
+            # For a table's field and one inside it, the later one counts.
             if overlaps and _is_known(other) and other not in KEYS:
                 del tree[other]
         tree[key] = Entry(value, origin)
@@ -337,10 +339,10 @@ def _is_known(key: str) -> bool:
 
 
 def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
-    """Remove the keys that the schema lacks: a fault each, unless it is TorchTitan's and switches
-    nothing on.
+    """Remove the keys that the schema lacks, and yield a fault for each unless it is TorchTitan's
+    and switches nothing on.
 
-    Unknown sections are one fault, however many keys they have.
+    Unknown sections are a single fault, no matter how many keys they have.
     """
     unknown: dict[str, str] = {}
     for key, entry in [*tree.items()]:
@@ -348,13 +350,14 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
             continue
         del tree[key]
         known = foreign(key)
+        close = _nearest_key(key)
         section = key.rpartition(".")[0]
         if known:
             if known.off is not None and entry.value not in known.off:
                 yield entry.fault(key, f"{known.instead} (a key of TorchTitan)")
         elif key in SECTIONS or key in _TABLES:
             yield entry.fault(key, f"is a table: write [{key}] or --{key}.NAME VALUE")
-        elif close := _nearest_key(key):
+        elif close:
             yield entry.fault(key, f"unknown key; did you mean {close}?")
         elif section in SECTIONS:
             fields = ", ".join(SECTIONS[section].model_fields)
@@ -362,16 +365,16 @@ def _remove_unknown(tree: dict[str, Entry]) -> Iterator[ConfigFault]:
         else:
             unknown[f"[{section or key}]"] = entry.origin
     if unknown:
-        sections = "unknown section" if len(unknown) == 1 else "unknown sections"
+        sections = "unknown sections"
+        if len(unknown) == 1:
+            sections = "unknown section"
         why = f"{sections}; known are: {', '.join(SECTIONS)}"
         origin = " and ".join(dict.fromkeys(unknown.values()))
         yield ConfigFault(", ".join(unknown), why, origin=origin)
 
 
 def _apply_converters(tree: dict[str, Entry]) -> None:
-    """Switch [quantize.linear.float8] on where model.converters names it, as TorchTitan's configs
-    do.
-    """
+    """Switch [quantize.linear.float8] on if model.converters names it, as TorchTitan does."""
     converters = tree.get("model.converters", Entry([], ""))
     if isinstance(converters.value, list) and any(
         name in FLOAT8_CONVERTERS for name in converters.value
@@ -381,8 +384,8 @@ def _apply_converters(tree: dict[str, Entry]) -> None:
 
 
 def _nearest_key(key: str) -> str:
-    """Return the key that is meant: the same name in another section, else the nearest spelling of
-    all keys.
+    """Return the key that is probably meant: the same name in another section, otherwise the
+    nearest spelling.
     """
     name = key.lower()
     last = name.rpartition(".")[2]
@@ -395,7 +398,7 @@ def _nearest_key(key: str) -> str:
 
 
 def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
-    """Return the config, and why values of keys are invalid: such keys have their defaults."""
+    """Return the config, and why values are invalid; invalid keys have their defaults."""
     values = {key: entry.value for key, entry in tree.items()}
     try:
         return config_of(values), {}
@@ -415,7 +418,7 @@ def _build(tree: Mapping[str, Entry]) -> tuple[JobConfig, dict[str, str]]:
 
 
 def _split_place(names: list[str]) -> tuple[str, list[str]]:
-    """Return the key of a place in the config, and what is inside of its value."""
+    """Return the key of a place in the config, and the place inside its value."""
     for number, key in enumerate(accumulate(names, "{}.{}".format), 1):
         if key in KEYS:
             return key, names[number:]
@@ -423,7 +426,7 @@ def _split_place(names: list[str]) -> tuple[str, list[str]]:
 
 
 def _why_invalid(key: str, entry: Entry, parts: str) -> str:
-    """Return what a key's value must be; `parts` says it of parts of the value."""
+    """Return what a key's value must be; `parts` has the faults inside the value."""
     annotation = KEYS[key].annotation
     why = f"must be {legal(annotation, KEYS[key].metadata)}"
     if not isinstance(entry.value, str):

@@ -38,7 +38,9 @@ def _decays(config: Section) -> bool:
 
 def _on_spike(config: Section) -> str:
     fault = value_of(config, "fault")
-    return fault.on_spike if fault.spike_sigma else "warn"
+    if fault.spike_sigma:
+        return fault.on_spike
+    return "warn"
 
 
 def _verifies(config: Section) -> bool:
@@ -146,7 +148,7 @@ DATA_PARALLEL = MeshCondition(
     "without data parallel",
     lambda _, layout, __: layout.max_shard_degree * layout.dp_replicate > 1,
 )
-# Offloaded float32 gradients are rounded on their way to the host.
+# Offloaded float32 gradients are rounded when they are copied to the host.
 GRADIENT_SUMS = MeshCondition(
     "without data parallel",
     lambda config, layout, batch: (

@@ -1,4 +1,4 @@
-"""Options of a command, declared as its manual writes them. No torch."""
+"""Options of a command, declared like in its manual. No torch."""
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ A_RUN: Options = {"[DUMP]": ("dump folder of a run (default: outputs)", Path, Pa
 
 
 def declare(parser: Any, options: Options) -> None:
-    """Add options to a parser, or to a group of one; the value of `--model.package` is the
-    attribute `package`.
+    """Add options to a parser or a group; the value of `--model.package` becomes the attribute
+    `package`.
     """
     for usage, meaning in options.items():
         about, *typed = [meaning] if isinstance(meaning, str) else meaning
@@ -42,8 +42,10 @@ def declare(parser: Any, options: Options) -> None:
                 how["action"] = "store_true"
         else:
             how["metavar"] = name
-            if is_list or is_optional:
-                how["nargs"] = ("*" if is_optional else "+") if is_list else "?"
+            if is_list:
+                how["nargs"] = "*" if is_optional else "+"
+            elif is_optional:
+                how["nargs"] = "?"
             name = name.lower()
         parser.add_argument(name, **how)
 
@@ -53,8 +55,8 @@ def declare_commands(
     commands: Mapping[str, tuple[Callable[..., int], str, str, Options]],
     **how: Any,
 ) -> Mapping[str, ArgumentParser]:
-    """Add sub-commands to a parser and return theirs: what runs each, its meaning, an example, and
-    its options.
+    """Add sub-commands to a parser and return their parsers. Each has a function that runs it, its
+    meaning, an example, and options.
     """
     group = parser.add_subparsers(metavar="|".join(commands), required=True, **how)
     for name, (run, about, example, options) in commands.items():

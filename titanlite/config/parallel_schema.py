@@ -1,4 +1,4 @@
-"""The sections of the parallelize layer: the mesh, recompute, compile, float8."""
+"""The sections about parallelism: the mesh, recompute, compile, float8."""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,7 @@
 """The config's sections, one class each: types, ranges, choices, defaults, and what every key
 means.
 
-`--help`, the JSON schema and docs/config.md are written from the docstrings here. Rules between
+`--help`, the JSON schema and docs/config.md are generated from the docstrings here. Rules between
 keys are in rules/."""
 
 from collections.abc import Iterator, Mapping
@@ -73,7 +73,7 @@ class Model(Section):
 
 
 class Lora(Section):
-    """LoRA: the product of two narrow matrices is trained next to a matrix, all else is frozen."""
+    """LoRA: train the product of two narrow matrices next to a matrix, and freeze all else."""
 
     needs = Needs("lora.rank")
     rank: Natural = 0
@@ -96,7 +96,7 @@ class Dataloader(Section):
     ] = False
     """Keep the worker processes between validations."""
     pin_memory: Annotated[bool, Needs(GPU)] = False
-    """Page-lock batches for the copy to a GPU: always done with a GPU."""
+    """Page-lock batches for the copy to a GPU; with a GPU this is always done."""
     prefetch_factor: Annotated[
         int, Field(ge=1, le=1024), Needs("training.dataloader.num_workers")
     ] = 2
@@ -104,7 +104,7 @@ class Dataloader(Section):
     token_dtype: Annotated[
         Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Needs(TOKENS)
     ] = ""
-    """Type of ids in files that do not say it; unset: the smallest that holds the vocabulary."""
+    """Type of ids in files that do not record it; unset: the smallest that holds the vocabulary."""
 
 
 class Mixture(Section):
@@ -125,9 +125,9 @@ class Training(Section):
     """Data set by name: python-stdlib, python-stdlib-validation, text, tokens, chat; streamed: c4,
     c4_test, c4_validation, or OWNER/NAME[:CONFIG][@SPLIT] of the Hugging Face hub."""
     dataset_path: Annotated[str, _NOT_MIXED] = ""
-    """Folder or file of text, tokens or chats; of tokens also a URL (s3://, gs://, az://)."""
+    """Folder or file of text, tokens or chats; for tokens also a URL (s3://, gs://, az://)."""
     text_key: str = "text"
-    """Field of a line, or column, that holds a document's text; a chat's is messages if unset."""
+    """Field of a line, or column, with a document's text; for chats, messages if unset."""
     local_batch_size: BatchSize = 8
     """Sequences in one micro-batch of one data-parallel rank."""
     global_batch_size: Literal[-1] | BatchSize = -1
@@ -163,21 +163,25 @@ class Training(Section):
     repeat: Annotated[bool, Needs(NO_MIXTURE, why="its sources repeat without end")] = True
     """Start the next epoch when the data ends; false stops the run then."""
     loss_chunks: Positive = 1
-    """Pieces of each sequence in the loss; the logits of one at a time are in memory; 1 is off."""
+    """Pieces of each sequence in the loss, so that only the logits of one are in memory; 1 is off.
+    """
     mixture: list[Mixture] = []
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()
 
     @property
     def sources(self) -> list[Mixture]:
-        """The data sets that are read: those of the mixture, or `dataset` alone."""
+        """The data sets to read: those of the mixture, or just `dataset`."""
         return [part for _, part in self.places]
 
     @property
     def places(self) -> list[tuple[str, Mixture]]:
-        """The same, each with the place that errors name."""
+        """The same, each with the name that errors use for it."""
         if self.mixture:
-            return [(f"training.mixture entry {n}", part) for n, part in enumerate(self.mixture, 1)]
+            found = list[tuple[str, Mixture]]()
+            for n, part in enumerate(self.mixture, 1):
+                found.append((f"training.mixture entry {n}", part))
+            return found
         alone = Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
         return [("training", alone)]
 
@@ -201,8 +205,8 @@ class Optimizer(Section):
     weight_decay: NonNegative = 0.1
     """Weight decay of the parameters that `no_decay` does not exempt."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How the step is computed, fastest first. SGD uses foreach for fused, which it lacks for
-    sharded parameters.
+    """How the step is computed, fastest first. SGD, which has no fused version for sharded
+    parameters, uses foreach instead.
     """
     no_decay: Annotated[list[str], Needs("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
@@ -317,7 +321,7 @@ def is_set(config: JobConfig, key: str) -> bool:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables of the values of dotted keys."""
+    """Return the values of dotted keys as nested tables."""
     tables: dict[str, Any] = {}
     for key, value in values.items():
         *names, last = key.split(".")
@@ -326,7 +330,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with other values, which are legal, of some dotted keys."""
+    """Return the config with other, legal, values for some dotted keys."""
     return _changed(config, nested(values))
 
 
@@ -340,7 +344,7 @@ def _changed(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the config with these values of dotted keys and the defaults of all others, or raise
+    """Return the config with these values for dotted keys and defaults for all others, or raise
     ValidationError.
     """
     return JobConfig.model_validate(nested(values))

@@ -1,4 +1,4 @@
-"""What a section of the config is, the types that its keys share, and how a key declares a need."""
+"""The base of the config's sections, types shared by keys, and how a key declares its needs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from titanlite.config.layout import Batch, Layout
 from titanlite.config.stages import Schedule
 
 MOST = 2**31 - 1
-"""The largest whole number of any key: libraries in C take no larger one."""
+"""The largest whole number of any key, since C libraries accept no larger one."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[int, Field(ge=1, le=31_536_000)]
-"""At most a year; a clock in C++ overflows at more."""
+"""At most a year; longer times overflow a C++ clock."""
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -31,34 +31,34 @@ AnyCase = BeforeValidator(
 
 @dataclass(frozen=True)
 class Condition:
-    """What a config has or lacks."""
+    """Something that a config has or lacks."""
 
     lack: str
-    """Its absence in words."""
+    """Its absence, in words."""
     holds: Callable[[Section], bool]
     key: str = ""
-    """The key that must be true, not 0 or not empty, if that is the condition."""
+    """The key that must be set (true, not 0 or not empty), if that is the condition."""
 
 
 @dataclass(frozen=True)
 class MeshCondition:
-    """What a job has or lacks on its mesh."""
+    """Something that a job has or lacks on its mesh."""
 
     lack: str
-    """Its absence in words."""
+    """Its absence, in words."""
     holds: Callable[[Section, Layout, Batch], bool]
     by_ranks: bool = True
-    """Whether it is a matter of how many ranks there are."""
+    """Whether it depends on the number of ranks."""
     key: str = ""
 
 
 class Needs:
     """What a key needs to have an effect: other keys, and conditions of needs.py.
 
-    A key that is set and lacks a need is named at the start of a run, which goes on as if the key
-    had its default. It is refused instead if the run would then compute other numbers, or load or
-    save something else, than the key asks for: such a need says what would be missing, as `why`.
-    --help and docs/config.md name all needs.
+    If a key is set and a need is not met, the run reports the key and continues with its default.
+    If that would change the run's numbers, or what it loads or saves, the key is refused instead;
+    such a need has a `why` that names what would be missing. --help and docs/config.md list all
+    needs.
     """
 
     def __init__(self, *needs: str | Condition | MeshCondition, why: str = "") -> None:
@@ -84,4 +84,4 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
     needs: ClassVar[Needs] = Needs()
-    """Of all keys that do not declare their own."""
+    """The needs of all keys that do not declare their own."""

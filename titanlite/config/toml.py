@@ -1,4 +1,4 @@
-"""TOML: the reader of every supported Python, and a writer of configs."""
+"""TOML: a reader for every supported Python, and a writer of configs."""
 
 import json
 import re
@@ -18,7 +18,7 @@ else:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Read a TOML file; a UserError has the mistake in it, without its name."""
+    """Read a TOML file; a UserError describes the mistake, without the file's name."""
     text = ""
     try:
         other = _other_format(file)
@@ -35,15 +35,12 @@ def read_toml(file: Path) -> dict[str, Any]:
         what = f"line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
         raise UserError(f"{what}; save the file as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(
-            _given_twice(f"{error}", text) or f"cannot be read as TOML: {error}"
-        ) from None
+        why = _given_twice(f"{error}", text) or f"cannot be read as TOML: {error}"
+        raise UserError(why) from None
 
 
 def _other_format(file: Path) -> str:
-    """Return the format that a file seems to have instead of TOML in UTF-8; an empty string if none
-    shows.
-    """
+    """Return the format that a file seems to have instead of TOML in UTF-8, or an empty string."""
     start = file.read_bytes()[:4096]
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "text in UTF-16"
@@ -57,11 +54,11 @@ def _other_format(file: Path) -> str:
 
 
 def _given_twice(error: str, text: str) -> str:
-    """Return the key or table that is given a second time, and its line, if that is the error."""
+    """Return the key or table that is given twice, and its line, if that is the error."""
     if not re.search("overwrite a value|declare .* twice", error):
         return ""
     lines = text.splitlines()
-    # Where the value ends; without one at the end of the file.
+    # The line where the value ends; tomllib gives none for the end of the file.
     place = re.search(r"at line (\d+)", error)
     number = int(place[1]) if place else len(lines)
     while number > 1 and not re.match(r"\s*(\[+)?[\w.\"' -]+(?(1)\]|=)", lines[number - 1]):
@@ -71,7 +68,7 @@ def _given_twice(error: str, text: str) -> str:
 
 
 def to_toml(config: JobConfig) -> str:
-    """Write the whole config as TOML that load() reads back to the same config."""
+    """Write the whole config as TOML, from which load() restores the same config."""
     return values_to_toml({key: value_of(config, key) for key in KEYS})
 
 
@@ -85,10 +82,12 @@ def values_to_toml(values: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write a value as TOML; null, which TOML lacks, is "none", which load() reads."""
-    if value is None or isinstance(value, (bool, str)):
-        text = json.dumps("none" if value is None else value, ensure_ascii=False)
-        # The one control character that JSON allows and TOML does not.
+    """Write a value as TOML; null, which TOML lacks, becomes "none", which load() understands."""
+    if value is None:
+        value = "none"
+    if isinstance(value, (bool, str)):
+        text = json.dumps(value, ensure_ascii=False)
+        # The only control character that JSON allows and TOML does not.
         return text.replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
@@ -101,18 +100,18 @@ def toml_value(value: Any) -> str:
 
 
 def toml_differences(old: str, new: str) -> dict[str, str]:
-    """Return both values of each dotted key that differs between two TOML texts, for people."""
+    """Return a readable pair of values for each dotted key that differs between two TOML texts."""
 
     def show(values: dict[str, Any], key: str) -> str:
         return json.dumps(values[key]) if key in values else "not set"
 
     before = flatten(tomllib.loads(old))
     after = flatten(tomllib.loads(new))
-    return {
-        key: f"{show(before, key)} -> {show(after, key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    }
+    differences = {}
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            differences[key] = f"{show(before, key)} -> {show(after, key)}"
+    return differences
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

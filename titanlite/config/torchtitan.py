@@ -1,7 +1,7 @@
 """TorchTitan's keys, read from torchtitan.toml.
 
-A key that titanlite lacks is accepted at a value that switches nothing on, and otherwise refused by
-name."""
+A key that titanlite lacks is accepted with a value that switches nothing on, and otherwise refused
+by name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8")
 
 @dataclass(frozen=True)
 class Foreign:
-    """Values that switch nothing on (None: every value), and a substitute for others."""
+    """Values that switch nothing on (None: every value), and what to use instead of others."""
 
     off: tuple[Any, ...] | None
     instead: str
@@ -27,13 +27,13 @@ RENAMED: dict[str, str] = _DATA["renamed"]
 """Old spellings that still work."""
 
 OTHER_NAMES: dict[str, str] = _DATA["other_names"]
-"""The names of keys in other programs: suggested, not accepted."""
+"""Names of keys in other programs; they lead to a suggestion, but are not accepted."""
 
 NOT_DONE: dict[str, str] = _DATA["not_done"]
 """Values of other frameworks, and why they are refused."""
 
 STATES: dict[str, str] = _DATA["states"]
-"""Its names of states in checkpoint.exclude_from_loading, and what to write instead."""
+"""TorchTitan's names for states in checkpoint.exclude_from_loading, and what to write instead."""
 
 NEW: list[str] = _DATA["new"]
 """Keys that TorchTitan does not have."""

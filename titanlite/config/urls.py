@@ -1,4 +1,4 @@
-"""Where an object store's URL ends and the name in it begins; this opens nothing."""
+"""URLs of object stores, split into bucket and name; nothing is opened here."""
 
 import re
 
@@ -8,11 +8,13 @@ _URL = re.compile(r"((?:s3|gs|az)://[^/]+)(?!.*//)(?:/(.*))?")
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text names no folder of this machine, whatever store it names."""
+    """Return whether a text is a URL of any kind, rather than a local folder."""
     return "://" in text
 
 
 def split_url(url: str) -> tuple[str, str] | None:
-    """Return the bucket of a URL and the name in it; None if it is no URL of a store."""
+    """Return the bucket of a URL and the name in it; None if it is not a legal URL of a store."""
     found = _URL.fullmatch(url)
-    return (found[1], (found[2] or "").strip("/")) if found else None
+    if found is None:
+        return None
+    return found[1], (found[2] or "").strip("/")

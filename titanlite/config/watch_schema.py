@@ -1,4 +1,4 @@
-"""The sections of what watches a run: logs, traces, timeouts, failures, debugging."""
+"""The sections about watching a run: logs, traces, timeouts, failures, debugging."""
 
 from typing import Annotated, Literal
 
@@ -28,7 +28,7 @@ from titanlite.config.section import (
 
 
 class Metrics(Section):
-    """Logging: its frequency and its sinks. metrics.jsonl is always written."""
+    """Logging: frequency and sinks. metrics.jsonl is always written."""
 
     log_freq: Positive = 10
     """Log step 1, every log_freq-th step and the last step."""
@@ -39,8 +39,8 @@ class Metrics(Section):
     enable_wandb: bool = False
     """Log to Weights & Biases; the same as "wandb" in sinks."""
     sinks: list[str] = []
-    """Trackers that get the metrics too: "wandb", "mlflow", and those that model.package or an
-    installed package registers.
+    """Trackers that also get the metrics: "wandb", "mlflow", and those registered by model.package
+    or an installed package.
     """
     disable_color_printing: bool = False
     """Print without colors."""
@@ -61,7 +61,8 @@ class Profiling(Section):
     profiler_active: Positive = 1
     """Steps in a trace; the last one is a multiple of profile_freq."""
     profiler_warmup: Natural = 3
-    """Steps that the profiler runs before a trace without recording, since its start is slow."""
+    """Steps before a trace in which the profiler runs without recording, since its start is slow.
+    """
     enable_memory_snapshot: Annotated[bool, Needs(GPU, why="there is no allocator to record")] = (
         False
     )
@@ -73,15 +74,15 @@ class Profiling(Section):
 
 
 class Comm(Section):
-    """Timeouts of the communication, and the flight recorder."""
+    """Timeouts of communication, and the flight recorder."""
 
     init_timeout_seconds: Seconds = 300
     """Timeout of the start: nodes meeting, and each phase through the first step. It also applies
     to each batch of a validation and each token of a sample, since these may compile."""
     train_timeout_seconds: Seconds = 100
-    """Limit for any other phase after the first step; beyond it the run is reported as hung and
-    ended. Collectives time out 15 seconds after their phase's limit, also during the start and
-    in checkpoints."""
+    """Limit for any other phase after the first step; a run that exceeds it is reported as hung and
+    ended. Collectives time out 15 seconds after their phase's limit, also during the start and in
+    checkpoints."""
     checkpoint_timeout_seconds: Annotated[Seconds, Needs(LOADING)] = 1800
     """Timeout of loading and of saving a checkpoint."""
     trace_buf_size: Annotated[Natural, Needs(GPU)] = 20000

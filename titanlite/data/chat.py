@@ -1,8 +1,8 @@
-"""Turn chats into token ids by the tokenizer's own template, and say which the assistant wrote.
+"""Turn chats into token ids with the tokenizer's template, and mark those that the assistant wrote.
 
-A template is untrusted code: it runs in Jinja2's sandbox, with a fixed date. What the assistant
-says is found by the template's own marks, {% generation %}, or else is what a turn adds to the chat
-before it. Where later turns change an earlier one, every turn is a sample.
+A template is untrusted code: it runs in Jinja2's sandbox, with a fixed date. The assistant's text
+is what the template marks with {% generation %}, or otherwise what a turn adds to the chat before
+it. If later turns change an earlier one, each turn is a sample.
 """
 
 import json
@@ -23,15 +23,16 @@ from titanlite.data.tokenizer import JsonTokenizer
 from titanlite.errors import UserError, first_line
 
 READ_ONLY = 1 << 31
-"""Added to the id of a token that is read and not predicted."""
-BEGIN, END = "\udc00", "\udc01"
-"""Around trained text: halves of surrogate pairs, which no text has."""
+"""Added to the id of a token that is read but not predicted."""
+BEGIN = "\udc00"
+END = "\udc01"
+"""Marks around trained text: halves of surrogate pairs, which text never contains."""
 TODAY = datetime(2025, 1, 1)
-"""For templates: the real date would make other data every day."""
+"""The date for templates; with the real one, data would differ every day."""
 
 
 class Generation(Extension):
-    """The tag {% generation %}: put its body between marks."""
+    """The tag {% generation %}, which puts marks around its body."""
 
     tags = {"generation"}
 
@@ -45,23 +46,22 @@ class Generation(Extension):
 
 
 class ChatTokenizer(JsonTokenizer):
-    """A tokenizer of chats; its texts have marks around the trained parts."""
+    """A tokenizer for chats, whose texts have marks around the trained parts."""
 
     def __init__(self, assets: str) -> None:
         if not assets:
             why = "chats need a tokenizer with a chat template: a folder in model.hf_assets_path"
             raise UserError(why)
         super().__init__(Path(assets))
-        self.end = -1  # a chat ends without a token of its own
+        self.end = -1  # no end token is added to a chat
         self.vocab_size += READ_ONLY
         self._backend.post_processor = None  # the template writes all special tokens
         source = _find_template(Path(assets), self.settings)
         self._template = _compile(source)
-        self._special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in self.settings.items()
-            if name.endswith("_token")
-        }
+        self._special = dict[str, Any]()
+        for name, value in self.settings.items():
+            if name.endswith("_token"):
+                self._special[name] = value["content"] if isinstance(value, dict) else value
         self.fingerprint = fingerprint(f"{self.fingerprint} {self._special} {source}")
 
     def texts(self, value: Any) -> list[str]:
@@ -71,22 +71,20 @@ class ChatTokenizer(JsonTokenizer):
         turns = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
         trained = {n for n in turns if _is_trained(messages[n])}
         if not trained:
-            raise UserError(
-                "no message of the assistant is trained on: all that are there have weight 0"
-                if turns
-                else "no message of the assistant, so there is nothing to train on"
-            )
+            if turns:
+                raise UserError("no message of the assistant is trained: all have weight 0")
+            raise UserError("no message of the assistant, so there is nothing to train on")
         samples = self._samples(messages, turns, trained)
         text, _ = _spans(samples[-1])
         for message in messages[: turns[-1] + 1]:
             content = message.get("content") or ""
-            # Of earlier turns, templates may leave out the thoughts.
+            # Templates may drop the thoughts of earlier turns.
             if content.rpartition("</think>")[2].strip() not in text:
                 raise UserError(f"the chat template loses the message {content[:40]!r}")
         return samples
 
     def prompt(self, messages: list[Any]) -> str:
-        """Return the text of a chat that waits for the assistant's answer."""
+        """Return the text of a chat, up to where the assistant answers."""
         return _spans(self._render(messages, prompts=True))[0]
 
     def encode_batch(self, texts: list[str]) -> Iterator[Any]:
@@ -104,7 +102,7 @@ class ChatTokenizer(JsonTokenizer):
         given = {"messages": messages, "add_generation_prompt": prompts, **self._special}
         try:
             return self._template.render(tools=None, documents=None, **given)
-        except Exception as error:  # a template raises any
+        except Exception as error:  # a template may raise anything
             raise UserError(f"the chat template fails: {first_line(error)}") from None
 
     def _samples(self, messages: list[Any], turns: list[int], trained: set[int]) -> list[str]:
@@ -126,9 +124,7 @@ class ChatTokenizer(JsonTokenizer):
 
 
 def _is_trained(message: dict[str, Any]) -> bool:
-    """Return whether a message has the weight 1, as without one (OpenAI's key; axolotl's is
-    "train").
-    """
+    """Return whether a message's weight is 1, the default (OpenAI's key; axolotl's is "train")."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise UserError(f'a message has "weight": {json.dumps(weight)}; legal: 0 and 1')
@@ -136,7 +132,7 @@ def _is_trained(message: dict[str, Any]) -> bool:
 
 
 def _without_marks(marked: str, dropped: list[bool]) -> str:
-    """Return a text without the marks of some turns of the assistant."""
+    """Return a text without the marks around some of the assistant's turns."""
     if not any(dropped):
         return marked
     first, *pieces = marked.split(BEGIN)
@@ -145,10 +141,12 @@ def _without_marks(marked: str, dropped: list[bool]) -> str:
             f"the chat template marks {len(pieces)} parts of {len(dropped)} messages of the "
             'assistant, so that none can be left out by "weight": 0 or "train": false'
         )
-    parts = [
-        "".join(piece.rsplit(END, 1)) if drop else BEGIN + piece
-        for piece, drop in zip(pieces, dropped, strict=True)
-    ]
+    parts = []
+    for piece, drop in zip(pieces, dropped, strict=True):
+        if drop:
+            parts.append("".join(piece.rsplit(END, 1)))
+        else:
+            parts.append(BEGIN + piece)
     return first + "".join(parts)
 
 
@@ -157,8 +155,9 @@ def _mark(text: str, begin: int, stop: int) -> str:
 
 
 def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text without its marks, and where they were."""
-    text, spans = "", []
+    """Return a text without its marks, and the spans between them."""
+    text = ""
+    spans = []
     for piece in marked.split(BEGIN):
         trained, _, rest = piece.rpartition(END)
         spans.append((len(text), len(text + trained)))
@@ -167,7 +166,7 @@ def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat, a text in parts as one."""
+    """Return the messages of a chat, with the parts of each text joined."""
     found = []
     try:
         for message in value:
@@ -188,7 +187,7 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         found = {each["name"]: each["template"] for each in found}.get("default")
     if not found:
         why = "no chat template there, in chat_template.jinja or tokenizer_config.json"
@@ -197,7 +196,7 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _compile(source: str) -> Template:
-    """Compile a template with the names that transformers gives it."""
+    """Compile a template with the names that transformers provides."""
 
     def fail(message: str) -> NoReturn:
         raise TemplateError(message)
@@ -211,4 +210,4 @@ def _compile(source: str) -> Template:
     try:
         return sandbox.from_string(source)
     except TemplateError as error:
-        raise UserError(f"the chat template is none: {first_line(error)}") from None
+        raise UserError(f"the chat template is invalid: {first_line(error)}") from None

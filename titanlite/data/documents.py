@@ -1,9 +1,8 @@
 """Find the files of a text data set, and read their documents in pieces that many processes can
 share.
 
-A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in
-"text" or another field; a `.parquet` file one per row, in such a column. This module imports no
-torch.
+A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in the
+field "text" or another; a `.parquet` file has one per row, in such a column. No torch.
 """
 
 import gzip
@@ -28,25 +27,22 @@ NAMED_BY = "training.text_key (data prepare: --text-key)"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 HELD_OUT_EVERY = 25
 SEGMENT_BYTES = 1 << 20
-"""A longer text is tokenized in segments: a tokenizer needs a hundred times a text's size."""
-_SOLID = r"[^\s\udc80-\udcff]"  # no white space, nor a byte that may belong to some
-_CUTS = [
-    re.compile(cut)
-    for cut in (
-        rf"(?<={_SOLID}\n)(?={_SOLID})",  # between lines: the tokens are those of the whole text
-        rf"(?<={_SOLID})(?= {_SOLID})",  # before a word
-        r"(?<=\n)",
-        r"(?=[^\udc80-\udcff])",
-    )
-]
-"""Where a text is cut, in order of preference; bytes that are not UTF-8 are halves of surrogate
+"""A longer text is tokenized in segments, since a tokenizer needs a hundred times a text's size."""
+_SOLID = r"[^\s\udc80-\udcff]"  # neither white space nor a byte that may be part of it
+_CUTS = (
+    re.compile(rf"(?<={_SOLID}\n)(?={_SOLID})"),  # between lines: tokens are as in the whole text
+    re.compile(rf"(?<={_SOLID})(?= {_SOLID})"),  # before a word
+    re.compile(r"(?<=\n)"),
+    re.compile(r"(?=[^\udc80-\udcff])"),
+)
+"""Places to cut a text, in order of preference; bytes that are not UTF-8 are halves of surrogate
 pairs.
 """
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Files in a fixed order, by names that are the same on every machine."""
+    """Files in a fixed order, with names that are the same on every machine."""
 
     root: Path
     names: tuple[str, ...]
@@ -54,16 +50,16 @@ class Documents:
     skipped: tuple[str, ...] = ()
     """Names in the folder that are not read."""
     text_key: str = "text"
-    """The field of a line, or the column, that holds the text."""
+    """The field of a line, or the column, with the text."""
 
     @property
     def are_plain(self) -> bool:
-        """Whether every file is one document as it is."""
+        """Whether every file is one document."""
         return not any(name.endswith(SUFFIXES[1:]) for name in self.names)
 
     @property
     def notice(self) -> str:
-        """A line about the files that are skipped, or an empty string."""
+        """A line about skipped files, or an empty string."""
         if not self.skipped:
             return ""
         names = ", ".join(self.skipped[:3])
@@ -81,8 +77,8 @@ class Documents:
         return fingerprint("\n".join([tokenizer, self.text_key, *sizes]))
 
     def state(self) -> str:
-        """Hash the folder and the files' names, sizes and modification times: the key of the local
-        cache.
+        """Hash the folder and the files' names, sizes and modification times, as the key of the
+        local cache.
         """
         times = [(self.root / name).stat().st_mtime_ns for name in self.names]
         files = map(str, zip(self.names, self.sizes, times, strict=True))
@@ -101,14 +97,15 @@ def standard_library(held_out: bool) -> Documents:
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
-    return _sorted_documents(
-        root, [f for i, f in enumerate(ordered) if (i % HELD_OUT_EVERY == 0) == held_out]
-    )
+    chosen = []
+    for number, file in enumerate(sorted(files, key=lambda f: f.relative_to(root).as_posix())):
+        if (number % HELD_OUT_EVERY == 0) == held_out:
+            chosen.append(file)
+    return _sorted_documents(root, chosen)
 
 
 def text_files(key: str, path: str) -> Documents:
-    """Find a text file, or all below a folder; `key` is what to name in an error."""
+    """Find a text file, or all text files below a folder; errors name `key`."""
     root = Path(path)
     if is_url(path):
         raise UserError(COPY_FIRST, key, path)
@@ -135,8 +132,10 @@ def text_files(key: str, path: str) -> Documents:
 
 
 def _chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
-    """Return which files below a folder are read, and which names are skipped. A hidden one is
-    neither, and a.jsonl.gz has the text of a.jsonl.
+    """Return which files below a folder are read, and which names are skipped.
+
+    Hidden names are neither. Of a.jsonl and a.jsonl.gz, which have the same text, the first is
+    read.
     """
     visible = {name for name in names if not f"/{name}".count("/.")}
     files = {name for name in visible & files if name.endswith(SUFFIXES)}
@@ -145,7 +144,7 @@ def _chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
 
 
 def require_folder(key: str, path: str) -> None:
-    """Raise a UserError if the folder of a streamed data set is given and not there."""
+    """Raise a UserError if a given folder of a streamed data set does not exist."""
     if path and not os.path.isdir(path):
         raise UserError("there is no such folder", f"{key}.dataset_path", path)
 
@@ -156,9 +155,9 @@ def _is_closed(path: Path) -> bool:
 
 def _sorted_documents(root: Path, files: list[Path]) -> Documents:
     ordered = sorted((file.relative_to(root).as_posix(), file) for file in files)
-    return Documents(
-        root, tuple(name for name, _ in ordered), tuple(file.stat().st_size for _, file in ordered)
-    )
+    names = tuple(name for name, _ in ordered)
+    sizes = tuple(file.stat().st_size for _, file in ordered)
+    return Documents(root, names, sizes)
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class Segment:
 @dataclass(frozen=True)
 class Piece:
     """A part of a file: the lines of JSON that begin in a range of bytes, the text between the cuts
-    nearest to its ends, row groups of a parquet file, or all of a .gz.
+    nearest to the range's ends, row groups of a parquet file, or an entire .gz.
     """
 
     name: str
@@ -196,14 +195,16 @@ def pieces(documents: Documents, limit: int) -> Iterator[Piece]:
                 is_last = group + 1 == metadata.num_row_groups
                 yield Piece(name, group, group + 1, group_bytes, is_last, key)
             continue
-        step = size if name.endswith(".gz") else limit
+        step = limit
+        if name.endswith(".gz"):
+            step = size
         for start in range(0, max(size, 1), max(step, 1)):
             stop = min(start + step, size)
             yield Piece(name, start, stop, stop - start, start + step >= size, key)
 
 
 def plain_text(value: Any) -> list[str]:
-    """Return the text of a document, which is the value of its field."""
+    """Return a document's text, the value of its field; raise if it is not a string of text."""
     value.encode()
     return [value]
 
@@ -211,8 +212,9 @@ def plain_text(value: Any) -> list[str]:
 def segments(
     root: Path, piece: Piece, texts: Callable[[Any], Iterable[str]] = plain_text
 ) -> Iterator[Segment]:
-    """Yield the documents of a piece: `texts` returns those in the value of a field."""
-    path, key = root / piece.name, piece.text_key
+    """Yield the documents of a piece; `texts` returns those in the value of a field."""
+    path = root / piece.name
+    key = piece.text_key
     if path.suffix == ".parquet":
         table = _open_parquet(path)
         try:
@@ -242,7 +244,7 @@ def segments(
 
 
 def segments_of(text: str) -> Iterable[Segment]:
-    """Return a text whole, or the parts of a long one."""
+    """Return a text as one segment, or a long one in parts."""
     content = text.encode()
     if len(content) <= SEGMENT_BYTES:
         return [Segment(text, True)]
@@ -250,9 +252,10 @@ def segments_of(text: str) -> Iterable[Segment]:
 
 
 def _between(file: BinaryIO, start: int, stop: int, last: bool) -> Iterator[Segment]:
-    """Yield a text in parts, from the cut at one byte to that at another."""
+    """Yield a text in parts, from the cut near one byte to the cut near another."""
     size = file.seek(0, os.SEEK_END)
-    begin, stop = _cut(file, start, size), _cut(file, stop, size)
+    begin = _cut(file, start, size)
+    stop = _cut(file, stop, size)
     if begin >= stop and last:
         yield Segment("", True)
     while begin < stop:
@@ -264,7 +267,7 @@ def _between(file: BinaryIO, start: int, stop: int, last: bool) -> Iterator[Segm
 
 
 def _cut(file: BinaryIO, byte: int, size: int) -> int:
-    """Return the best place to cut a text within half a segment from a byte."""
+    """Return the best place to cut a text within half a segment after a byte."""
     if byte <= 0 or byte >= size:
         return min(byte, size)
     file.seek(byte)
@@ -282,21 +285,25 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in the piece, each with the byte where it begins."""
+    """Yield the lines that begin in the piece, each with its offset."""
     with _open(path) as file:
         if piece.start:
             file.seek(piece.start - 1)
-            file.readline()  # the end of a line that began in the piece before
-        while (offset := file.tell()) < piece.stop and (line := file.readline()):
+            file.readline()  # the end of a line that began in the previous piece
+        while True:
+            offset = file.tell()
+            line = file.readline() if offset < piece.stop else b""
+            if not line:
+                return
             yield offset, line
 
 
 def _json_segments(
     source: Callable[[], str], line: bytes, key: str, texts: Callable[[Any], Iterable[str]]
 ) -> Iterable[Segment]:
-    """Return the segments of a line of JSON; a chat has marks in its text, and is whole.
+    """Return the segments of a line of JSON; a chat, whose text has marks, is not divided.
 
-    `source` returns the file and line to name in an error.
+    `source` returns the file and line that errors name.
     """
     value: Any = None
     try:
@@ -326,13 +333,13 @@ def _json_segments(
 
 
 def _line_at(path: Path, offset: int) -> str:
-    """Return the name of a file with the number of the line at a byte."""
+    """Return the name of a file and the number of the line at an offset."""
     before = _lines(path, Piece(path.name, 0, offset, offset, last=False))
     return f"{path}: line {sum(1 for _ in before) + 1}"
 
 
 def require_text(source: object, schema: Any, key: str) -> None:
-    """Raise a UserError unless an Arrow schema has this column, of strings."""
+    """Raise a UserError unless an Arrow schema has this column, with strings."""
     if key not in schema.names:
         has = f"it has: {', '.join(schema.names)}; {NAMED_BY} names the column"
         raise UserError(f'{source} has no column "{key}"; {has}')

@@ -4,5 +4,5 @@ import hashlib
 
 
 def fingerprint(text: str) -> str:
-    """Hash a text, in which the name of a file may have bytes that are not UTF-8."""
+    """Hash a text, which may contain bytes that are not UTF-8 (in file names)."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -53,7 +53,7 @@ class MicroBatch:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """The documents of all tokens, also of other ranks' tokens: masks need them."""
+        """The documents of all tokens, including other ranks', which masks need."""
         if self.rows.size(1) > 2:
             return self.rows[:, DOCUMENTS]
         return None
@@ -110,7 +110,7 @@ def build_loader(
         options["persistent_workers"] = settings.persistent_workers
         options["multiprocessing_context"] = context
         options["worker_init_fn"] = exit_with_parent
-    # torchdata 0.11 calls it.
+    # torchdata 0.11 calls this deprecated function.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     if isinstance(data, Stream):
         micro_batches = None if steps is None else steps * rank_slice.accumulation
@@ -129,7 +129,7 @@ class BatchPrefetcher:
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader = loader
         self.state: dict[str, Any] | None = None
-        """The state of a stream after the batch returned last, not after those read ahead."""
+        """A stream's state after the last returned batch, ignoring those read ahead."""
         self._prefetcher = Prefetcher(_read(loader, pin=device.type == "cuda"), depth=2)
         self.close = self._prefetcher.close
 
@@ -142,7 +142,7 @@ class BatchPrefetcher:
 
 
 def _read(loader: Loader, pin: bool) -> Iterator[tuple[MicroBatch, dict[str, Any] | None]]:
-    """Yield each batch, and with it the state of a stream."""
+    """Yield each batch, together with a stream's state."""
     for batch in loader:
         rows = torch.as_tensor(batch)
         if pin:

@@ -1,4 +1,4 @@
-"""Megatron's index next to a `.bin` of token ids: their type, and where documents end."""
+"""Megatron's index next to a `.bin` of token ids, with their type and where documents end."""
 
 import struct
 from functools import lru_cache
@@ -10,12 +10,12 @@ from titanlite.errors import UserError
 
 _MAGIC = b"MMIDIDX\0\0"
 _BEGIN = 34
-"""The bytes before the lengths: magic, version, type, and the counts of sequences and bounds."""
+"""Bytes before the lengths: magic, version, type, and the counts of sequences and bounds."""
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def index_of(path: Path) -> Path | None:
-    """Return the index next to a file of ids, None without one."""
+    """Return the index next to a file of ids, or None."""
     index = path.with_suffix(".idx")
     return index if index.is_file() else None
 
@@ -24,7 +24,7 @@ def index_of(path: Path) -> Path | None:
 def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     """Return the type of the ids in a file of `size` bytes, and the position after each document.
 
-    Documents end where the index says: an end token is optional there.
+    The index determines where documents end; there may be no end tokens.
     """
     content = np.fromfile(path, dtype=np.uint8)
     head = content[:_BEGIN].tobytes()
@@ -35,7 +35,7 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray]:
         raise UserError(f"{path}: version {version} with type {code}; legal: 1 with {[*_TYPES]}")
     dtype = np.dtype(_TYPES[code])
     if len(content) != _BEGIN + 12 * sequences + 8 * bounds:
-        raise UserError(f"{path} is cut, or multimodal: only text can be read")
+        raise UserError(f"{path} is truncated, or multimodal: only text can be read")
     lengths = np.frombuffer(content, "<i4", sequences, _BEGIN)
     starts = np.frombuffer(content, "<i8", sequences, _BEGIN + 4 * sequences)
     documents = np.frombuffer(content, "<i8", bounds, _BEGIN + 12 * sequences)
@@ -50,6 +50,6 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray]:
             "follow each other"
         )
     if stops[-1] * dtype.itemsize != size:
-        raise UserError(f"{path} is of {stops[-1]} ids of {dtype}, and the .bin has {size} bytes")
+        raise UserError(f"{path} has {stops[-1]} ids of {dtype}, but the .bin has {size} bytes")
     ends = np.unique(stops[documents])
-    return dtype, ends[ends > 0]  # an empty document has no end of its own
+    return dtype, ends[ends > 0]  # empty documents have no end

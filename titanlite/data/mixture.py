@@ -1,4 +1,4 @@
-"""Choose the source of the i-th sample of a mixture: a function of i and the weights.
+"""Choose the source of the i-th sample of a mixture, as a function of i and the weights.
 
 Among the first n samples, each source has its weight times n, to within one sample, for every n.
 """
@@ -38,7 +38,7 @@ class Mixture:
 def identify(
     sources: Sequence[Source], weights: Sequence[float], seq_len: int, packing: str
 ) -> str:
-    """Return what identifies the windows of sources."""
+    """Return an identifier of the windows of these sources."""
     identity = [str(seq_len), packing, str(PART_TOKENS)]
     for source, weight in zip(sources, weights, strict=True):
         identity.append(f"{source.fingerprint} {weight}")
@@ -53,9 +53,12 @@ def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:
     slack = Fraction(1) if len(counts) < 2 else 1 - Fraction(1, 2 * len(counts) - 2)
     served = [0] * len(counts)
     pattern = []
-    # Source k may be served once n * share - served[k] >= 1 - slack, and must be before that
-    # exceeds slack.
-    later = [(_first(1 - slack, period, count), k) for k, count in enumerate(counts) if count]
+    # Source k may be served once n * share - served[k] >= 1 - slack, and must be served before
+    # that exceeds slack.
+    later = []
+    for k, count in enumerate(counts):
+        if count:
+            later.append((_first(1 - slack, period, count), k))
     heapify(later)
     due: list[tuple[Fraction, int]] = []
     for n in range(1, period + 1):
@@ -70,5 +73,5 @@ def _earliest_deadline_first(counts: list[int]) -> list[tuple[int, int]]:
 
 
 def _first(share: Fraction, period: int, count: int) -> int:
-    """Return the first sample at which a source with `count` in a period has such a share."""
+    """Return the first sample at which a source with `count` per period is due this share."""
     return ceil(share * period / count)

@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Concatenated:
-    """The stream cut every seq_len tokens, without padding; documents go on in the next window."""
+    """The stream, cut every seq_len tokens; documents continue in the next window."""
 
     def __init__(self, source: Source, seq_len: int, masked: bool, key: str) -> None:
         self._source = source
@@ -43,7 +43,7 @@ class Concatenated:
 
 
 class Packed:
-    """Whole documents in each window, the rest padding; a document longer than seq_len is cut."""
+    """Whole documents in each window, and padding; documents longer than seq_len are cut."""
 
     def __init__(self, source: Source, seq_len: int, key: str) -> None:
         require_ends(source, key)
@@ -96,7 +96,7 @@ def fill(out: np.ndarray, ids: np.ndarray, find_ended: Callable[[np.ndarray], np
         return
     ended = find_ended(tokens)
     documents = np.cumsum(ended) - ended
-    # After an end, the next token belongs to a document that this one cannot see.
+    # The token after an end belongs to another document.
     labels = np.where(ended, IGNORED, labels.astype(np.int64))
     out[:, :length] = tokens, labels, documents, _positions(documents)
 

@@ -1,9 +1,10 @@
-"""Pack documents into windows by first-fit, once for a source, in a file next to it."""
+"""Pack documents into windows by first-fit: once per source, into a file next to it."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
@@ -18,13 +19,13 @@ from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.runtime.parent import exit_with_parent
 
 OPEN_WINDOWS = 1024
-"""First-fit closes the oldest window beyond these, which bounds time and memory."""
+"""Windows that first-fit keeps open; it closes the oldest beyond these to bound time and memory."""
 PART_TOKENS = 1 << 30
-"""Tokens of a source that are packed by themselves; a document that goes on is cut there."""
+"""Tokens of a source that are packed independently; documents are cut at the boundary."""
 
 
 def open_plan(source: Source, seq_len: int) -> "PackingPlan":
-    """Map the plan of a source's documents; make it first if there is none."""
+    """Map the plan of a source's documents; create it if there is none."""
     identity = f"{source.fingerprint} {source.state} {source.end} {seq_len} {OPEN_WINDOWS}"
     name = f"packed-{fingerprint(f'{identity} {PART_TOKENS}')}.plan"
     with phase("packing"):
@@ -32,21 +33,21 @@ def open_plan(source: Source, seq_len: int) -> "PackingPlan":
 
 
 class PackingPlan:
-    """The pieces of documents in each window, in a file of uint32 that is mapped, not read.
+    """The pieces of documents in each window, in a memory-mapped file of uint32.
 
-    Each part of the source has the piece where each window stops, then the pieces' starts in the
-    part, then their lengths. The numbers of windows and pieces of each part end the file, and the
-    number of parts.
+    For each part of the source, the file has the piece where each window stops, the pieces' starts
+    in the part, and their lengths. It ends with the numbers of windows and pieces of each part, and
+    the number of parts.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise ValueError if the file is not whole."""
+        """Raise ValueError if the file is incomplete."""
         self._numbers = np.memmap(path, dtype=np.uint32, mode="r")
         parts = int(self._numbers[-1])
         counts = self._numbers[-1 - 2 * parts : -1].astype(np.int64).reshape(parts, 2)
         sizes = counts @ [1, 2]  # a window has one number, a piece two
         if sizes.sum() + counts.size + 1 != len(self._numbers):
-            raise ValueError("other sizes than it says")
+            raise ValueError("its sizes contradict its end")
         self._counts = counts
         self._window_stops = np.cumsum(counts[:, 0])
         self._begins = np.cumsum(sizes) - sizes
@@ -61,12 +62,13 @@ class PackingPlan:
         starts = self._numbers[begin + windows :][:pieces]
         lengths = self._numbers[begin + windows + pieces :][:pieces]
         own = window - int(self._window_stops[part] - windows)
-        for piece in range(int(stops[own - 1]) if own else 0, int(stops[own])):
+        first = int(stops[own - 1]) if own else 0
+        for piece in range(first, int(stops[own])):
             yield part * PART_TOKENS + int(starts[piece]), int(lengths[piece])
 
 
 def _write_plan(source: Source, seq_len: int, file: BinaryIO) -> None:
-    """Plan the parts of a source, on all cores, and write them as a `PackingPlan` reads them."""
+    """Plan the parts of a source on all cores, and write them for a `PackingPlan`."""
     begins = range(0, source.tokens, PART_TOKENS)
     parts = [(begin, min(begin + PART_TOKENS, source.tokens)) for begin in begins]
     plan = partial(_plan, source, seq_len)
@@ -79,14 +81,14 @@ def _write_plan(source: Source, seq_len: int, file: BinaryIO) -> None:
             for numbers in (stops, starts, lengths):
                 file.write(numbers.astype(np.uint32).tobytes())
             counts += [len(stops), len(starts)]
-            OWN_PAGE.enter("packing")  # shows the watch that this goes on
+            OWN_PAGE.enter("packing")  # shows that this is not a hang
     file.write(np.asarray([*counts, len(parts)], dtype=np.uint32).tobytes())
 
 
 def _plan(
     source: Source, seq_len: int, part: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pieces up to each window's end in a part, and their starts and lengths."""
+    """Return how many pieces precede each window's end in a part, and their starts and lengths."""
     starts, lengths = cut_documents(source.document_ends(*part) - part[0], seq_len)
     order, stops = first_fit(lengths, seq_len)
     return stops, starts[order], lengths[order]
@@ -95,8 +97,8 @@ def _plan(
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the start and input length of each piece of at most seq_len inputs.
 
-    A document of n tokens has n - 1 inputs. Documents of 5 and 3 tokens (ends 5 and 8) at a seq_len
-    of 3: starts 0, 3 and 5, lengths 3, 1 and 2.
+    A document of n tokens has n - 1 inputs. For example, documents of 5 and 3 tokens (ends 5 and 8)
+    with a seq_len of 3 have starts 0, 3 and 5, and lengths 3, 1 and 2.
     """
     begins = np.concatenate([[0], ends[:-1]])
     inputs = ends - begins - 1
@@ -108,14 +110,14 @@ def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put each piece into the first open window with room.
+    """Put each piece into the first open window that has room.
 
-    Return the pieces in the order of their windows, and for each window the number of pieces up to
-    its end.
+    Return the pieces in the order of their windows, and the number of pieces up to the end of each
+    window.
     """
     windows: list[list[int]] = []
     open_windows: list[int] = []  # oldest first
-    room = np.zeros(OPEN_WINDOWS, dtype=np.int64)  # of each open window
+    room = np.zeros(OPEN_WINDOWS, dtype=np.int64)  # in each open window
     for piece, length in enumerate(lengths.tolist()):
         fits = room[: len(open_windows)] >= length
         slot = int(fits.argmax()) if fits.any() else len(open_windows)
@@ -132,6 +134,6 @@ def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarra
         if not room[slot]:
             open_windows.pop(slot)
             room[slot:-1] = room[slot + 1 :]
-    order = np.asarray([piece for window in windows for piece in window], dtype=np.int64)
+    order = np.asarray([*chain(*windows)], dtype=np.int64)
     stops = np.cumsum([len(window) for window in windows], dtype=np.int64)
     return order, stops

@@ -12,16 +12,15 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """Iterate over `items` once in a background thread, at most `depth` items ahead.
 
-    An error in the thread is raised by `next` in its place; after the end or an error, every `next`
-    repeats it.
+    `next` raises an error of the thread in its place; after the end or an error, every further
+    `next` repeats it.
     """
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        # Only the thread refers to the items: with a second reference from here, a loader among
-        # them could end up in a reference cycle, and its workers take 5 seconds each to end when
-        # the garbage collector ends them.
+        # Only the thread refers to the items. A second reference here could put a loader into a
+        # reference cycle, and its workers take 5 seconds each if the garbage collector ends them.
         self._thread = threading.Thread(target=self._run, args=(items,), name="data", daemon=True)
         self._thread.start()
 

@@ -1,8 +1,8 @@
 """Turn text into token shards: on all cores, resumable, published by one rename.
 
-A shard's bytes do not depend on the process that writes it. It gets its name only when it is
-complete, in a staging folder; the next run with the same sources and tokenizer continues from it.
-No torch here: workers start fast.
+A shard's bytes do not depend on the process that writes it. In a staging folder, it gets its name
+only when complete, and the next run with the same sources and tokenizer continues from there. No
+torch, so that workers start fast.
 """
 
 import fcntl
@@ -45,11 +45,11 @@ T = TypeVar("T")
 UNIT_BYTES = 16 << 20
 MOST_UNIT_BYTES = 4 << 30
 UNITS = 1024
-"""Text of a shard: a share of all of it, within bounds, since each shard costs a look at a
-start.
+"""Amount of text per shard: a fraction of the total, within bounds, since each shard costs time at
+a start.
 """
 Load = Callable[[str], Tokenizer]
-"""Makes a tokenizer of a folder."""
+"""Loads the tokenizer of a folder."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def prepare(
     log: Callable[[str], None] = lambda message: None,
     load: Load = load_tokenizer,
 ) -> dict[str, Any]:
-    """Write the sources' tokens as shards into the folder `out` and return its manifest.
+    """Write the sources' tokens as shards to the folder `out` and return its manifest.
 
-    `assets` is the tokenizer's folder, "" for bytes, and `load` makes the tokenizer of it.
+    `assets` is the tokenizer's folder ("" for bytes), from which `load` loads it.
     """
     tokenizer = load(assets)
     fingerprint = "-".join(
@@ -203,13 +203,13 @@ def _load_once(load: Load, assets: str) -> Tokenizer:
 
 
 def _write_in_worker(staging: Path, load: Load, assets: str, unit: Unit) -> None:
-    # A worker has one core: the tokenizer's own threads would compete with the other workers.
+    # A worker has one core; threads of the tokenizer would compete with other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _write(unit, staging, _load_once(load, assets))
 
 
 def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
-    """Write one shard, under another name until it is complete and on disk."""
+    """Write one shard, under a temporary name until it is complete and on disk."""
     path = _shard_path(staging, unit)
     draft = path.with_suffix(f".draft-{socket.gethostname()}-{os.getpid()}")
     dtype = id_type(tokenizer.vocab_size)
@@ -282,11 +282,11 @@ def prepare_in_cache(
     tokenizer: Tokenizer,
     load: Load = load_tokenizer,
 ) -> Path:
-    """Prepare a data set next to its text, if that was not done, and return the folder."""
+    """Prepare a data set next to its text, unless that was done before, and return the folder."""
     key = f"{documents.fingerprint(tokenizer.fingerprint)}-{tokenizer.end}-{documents.state()}"
 
     def move(done: int, total: int) -> None:
-        """Show the watch that this goes on: minutes of it are no hang."""
+        """Show progress, so that minutes of it do not count as a hang."""
         OWN_PAGE.enter("tokenization")
 
     with _locked_cache(documents.root, key) as folder, phase("tokenization"):
@@ -297,7 +297,7 @@ def prepare_in_cache(
 def cached_file(
     root: Path, name: str, read: Callable[[Path], T], write: Callable[[BinaryIO], None]
 ) -> T:
-    """Return a file of a cache, read; write it first if it is missing or damaged."""
+    """Read a file of a cache and return the result; write it first if it is missing or damaged."""
     with _locked_cache(root, name) as path:
         with suppress(OSError, ValueError, IndexError):
             return read(path)
@@ -310,8 +310,8 @@ def cached_file(
 def _locked_cache(root: Path, name: str) -> Iterator[LocalPath]:
     """Yield the path of a cache next to the data, or in the user's cache if that is not writable.
 
-    One process writes it while the others wait. Without locks on the file system none waits:
-    prepare the data there.
+    One process writes it while the others wait. If the file system has no locks, nobody waits, and
+    the data should be prepared beforehand.
     """
     folder = root / ".titanlite"
     try:

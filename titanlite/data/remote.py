@@ -1,4 +1,4 @@
-"""The index of token shards on an object store: their manifest and tokenizer are copied into the
+"""The index of token shards on an object store: their manifest and tokenizer are copied to the
 user's cache. No torch.
 """
 
@@ -22,9 +22,9 @@ _THREADS = 32
 
 
 def folder_of(key: str, path: str) -> Path:
-    """Return a folder of shards; for a URL, the local one with its manifest and tokenizer.
+    """Return a folder of shards; for a URL, the local folder with its manifest and tokenizer.
 
-    `key` is the config section to name in an error.
+    Errors name the config section `key`.
     """
     if not is_url(path):
         return Path(path)
@@ -40,7 +40,7 @@ def _fetch_index(url: str) -> Path:
 
 
 def main(url: str) -> int:
-    """Fetch the index of shards and print its folder; it is named by the manifest."""
+    """Fetch the index of shards and print its local folder, which is named after the manifest."""
     try:
         root = bucket_path(url, _PATIENCE_SECONDS)
         content = b"{}"
@@ -65,7 +65,7 @@ def main(url: str) -> int:
 
 
 def at_once(function: Callable[..., object], *columns: Any) -> None:
-    """Call a function of each row, in threads: what waits for a store waits together."""
+    """Call a function for each row, in threads, so that requests to a store run in parallel."""
     list(_threads().map(function, *columns))
 
 

@@ -1,9 +1,9 @@
-"""Read token shards: files of token ids, on a disk or an object store, as one stream.
+"""Read token shards, files of token ids on a disk or an object store, as one stream.
 
-`.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids: uint16 in
-version 1, uint32 in version 2. `.npy` is OLMo's: ids in the smallest type that holds the
-vocabulary, or numpy's own format; a `.csv.gz` next to it has the ends of documents. A `.bin` with
-an `.idx` next to it is Megatron's.
+`.bin` is llm.c's format: a header of 256 int32 (magic, version, token count), then ids, uint16 in
+version 1 and uint32 in version 2. `.npy` is OLMo's format (ids in the smallest type that holds the
+vocabulary, with the ends of documents in a `.csv.gz` next to it), or numpy's. A `.bin` with an
+`.idx` next to it is Megatron's.
 """
 
 import bisect
@@ -33,22 +33,22 @@ MANIFEST = "manifest.json"
 TOKENIZER_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", *TOKENIZER_SETTINGS)
 OPEN_FILES = 16
-"""Files of a source that stay open."""
+"""Files of a source that are kept open."""
 SCAN_TOKENS = 1 << 24
-SAMPLES, SAMPLE_BYTES = 64, 1 << 20
-"""Of an index, whose size has no limit."""
+SAMPLES = 64
+SAMPLE_BYTES = 1 << 20
+"""Samples of an index file, which may be arbitrarily large."""
 
 
 def id_type(vocab_size: int) -> np.dtype:
     """Return the smallest type that holds the ids of a vocabulary."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 def header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
-    """Return the header of a .bin shard.
-
-    The checksum of its ids is in a place that other readers ignore.
-    """
+    """Return the header of a .bin shard. Other readers ignore the field with the checksum."""
     values = np.zeros(256, dtype=np.uint32)
     values[:4] = MAGIC, 1 if dtype.itemsize == 2 else 2, tokens, crc32
     return values.tobytes()
@@ -64,7 +64,7 @@ class Shard:
     """Bytes before the first id."""
     tokens: int
     index: Path | None = None
-    """Megatron's, or OLMo's table, which has the ends of documents."""
+    """The file with the ends of documents: Megatron's index, or OLMo's table."""
 
     @property
     def size(self) -> int:
@@ -72,13 +72,14 @@ class Shard:
 
 
 def open_shard(path: Path, vocab_size: int, raw_type: str = "") -> Shard:
-    """Find the ids of one shard, of `raw_type` if nothing in the file says of which type they are.
+    """Find the ids in one shard; their type is `raw_type` if the file does not record it.
 
-    Raise a UserError if its format is wrong.
+    Raise a UserError if the format is wrong.
     """
     try:
         size = path.stat().st_size
-        if index := index_of(path):
+        index = index_of(path)
+        if index:
             dtype, _ = read_index(index, size)
             return Shard(path, dtype, 0, size // dtype.itemsize, index)
         if path.suffix == ".npy":
@@ -92,7 +93,9 @@ def open_shard(path: Path, vocab_size: int, raw_type: str = "") -> Shard:
         raise UserError(
             f"{path} is not a token shard: it does not start with {MAGIC} and version 1 or 2"
         )
-    dtype = np.dtype(np.uint16 if first[1] == 1 else np.uint32)
+    dtype = np.dtype(np.uint32)
+    if first[1] == 1:
+        dtype = np.dtype(np.uint16)
     shard = Shard(path, dtype, HEADER_BYTES, int(first[2]))
     if shard.size != size:
         raise UserError(
@@ -109,7 +112,7 @@ def _open_npy(path: Path, vocab_size: int, raw_type: str) -> Shard:
         return Shard(path, numbers.dtype, numbers.offset, len(numbers), table_of(path))
     if raw_type:
         return _open_raw(path, np.dtype(raw_type))
-    # The upper bytes of such a vocabulary's uint16 are zero.
+    # In uint16, the upper bytes of such a vocabulary would be zero.
     is_uint8 = vocab_size <= 256 and any(first[1::2])
     dtype = np.dtype(np.uint8) if is_uint8 else id_type(vocab_size)
     ids = np.frombuffer(first[: len(first) // dtype.itemsize * dtype.itemsize], dtype)
@@ -123,7 +126,7 @@ def _open_npy(path: Path, vocab_size: int, raw_type: str) -> Shard:
 
 
 def _open_raw(path: Path, dtype: np.dtype) -> Shard:
-    """Find the ids of a file that has nothing else."""
+    """Find the ids in a file that has nothing else."""
     tokens, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest:
         raise UserError(
@@ -133,10 +136,7 @@ def _open_raw(path: Path, dtype: np.dtype) -> Shard:
 
 
 def _load_numbers(path: Path) -> np.memmap:
-    """Memory-map a file in numpy's format.
-
-    Raise a UserError unless it holds whole numbers in one dimension.
-    """
+    """Memory-map a file in numpy's format; raise a UserError unless it has a vector of integers."""
     try:
         numbers = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
@@ -151,7 +151,7 @@ def _load_numbers(path: Path) -> np.memmap:
 class ShardSource:
     """A folder of shards, or one shard, as one stream in the order of their names.
 
-    There may be 100,000 of them: those of a manifest are opened only where they are read. With
+    There may be 100,000 of them, so shards listed in a manifest are opened only when read. With
     `remote` they are on a store, and the folder has only their manifest and tokenizer.
     """
 
@@ -186,44 +186,45 @@ class ShardSource:
         if self.manifest:
             fingerprint = f"{self.manifest['fingerprint']}+{self.manifest['content']}"
         elif not fingerprint:
-            listing = "\n".join(
-                f"{os.path.relpath(shard.path, self.folder)}:{shard.tokens}"
-                for shard in self._shards
-            )
+            files = []
+            for shard in self._shards:
+                files.append(f"{os.path.relpath(shard.path, self.folder)}:{shard.tokens}")
+            listing = "\n".join(files)
             fingerprint = f"{hash_text(listing)}+{self._hash_samples()}"
         self.fingerprint = fingerprint
-        # Documents end where it says, with or without an end token.
         is_chat = self.manifest is not None and self.end < 0
         self.has_index = is_chat or any(shard.index for shard in self._shards)
+        """Whether an index tells where documents end, with or without end tokens."""
         if self.has_index and not self.manifest:
-            self.document_ends(0, 1)  # an index of another type is found
-        # Of the text that was prepared.
+            self.document_ends(0, 1)  # raises if an index does not fit its ids
         self.state: str = self.manifest["state"] if self.manifest else ""
+        """The state of the prepared text."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker process opens the files again
         return ShardSource, (*self._arguments, self.fingerprint)
 
     def require_whole(self) -> None:
-        """Raise a UserError if the folder does not hold the shards of its manifest."""
+        """Raise a UserError unless the folder has the shards of its manifest."""
         if not self.manifest or self.remote:
-            return  # each was opened, or is looked at when it is read
+            return  # each shard was opened, or is checked when it is read
         expected = {shard.path: shard.size for shard in self._shards}
         actual = {path: path.stat().st_size for path in _find_shards(self.folder)}
         for path in sorted(expected.keys() | actual.keys()):
-            sizes = expected.get(path, 0), actual.get(path, 0)
-            if sizes[0] != sizes[1]:
+            should = expected.get(path, 0)
+            has = actual.get(path, 0)
+            if has != should:
                 raise UserError(
-                    f"{path} has {sizes[1]} bytes, and its {MANIFEST} says {sizes[0]}: prepare "
-                    "the data again"
+                    f"{path} has {has} bytes, but should have {should} according to {MANIFEST}; "
+                    "prepare the data again"
                 )
 
     def _hash_samples(self) -> str:
-        """Hash the ids at five places of every shard, or all of a short one."""
+        """Hash the ids at five places of every shard, or all ids of a short one."""
         digest = hashlib.sha256()
         for shard, stop in zip(self._shards, self._stops, strict=True):
             for start in range(stop - shard.tokens, stop, max(1024, shard.tokens // 4)):
                 digest.update(self.read(start, min(1024, stop - start)).tobytes())
-            if shard.index:  # other documents are other data
+            if shard.index:  # other document ends are other data
                 digest.update(_sample(shard.index))
         return digest.hexdigest()[:8]
 
@@ -243,7 +244,7 @@ class ShardSource:
     def _read(self, number: int, offset: int, length: int) -> np.ndarray:
         """Return ids of one shard.
 
-        A memory map would read megabytes ahead of a window, and keep each file open.
+        A memory map would read megabytes beyond each window, and keep every file open.
         """
         shard = self._shards[number]
         start = shard.start + offset * shard.dtype.itemsize
@@ -258,21 +259,21 @@ class ShardSource:
 
     def _read_file(self, path: Path, start: int, size: int) -> bytes:
         try:
-            file = self._open(path)  # closed when it is dropped
+            file = self._open(path)  # closed when evicted from the cache
             return os.pread(file.fileno(), size, start)
         except OSError as error:
             why = f"{error.strerror}{remedy(error)}"
             raise RunFailed(f"{path} cannot be read: {why}") from None
 
     def is_end(self, start: int, tokens: np.ndarray) -> np.ndarray:
-        """Return whether a document ends with each of the tokens from position `start` on."""
+        """Return which of the tokens from position `start` on are the last of a document."""
         if not self.has_index:
             return tokens == self.end
         stop = start + len(tokens)
         return np.isin(np.arange(start + 1, stop + 1), self.document_ends(start, stop + 1))
 
     def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the position after each document's end token in a region, and its end."""
+        """Return the position after each document in a region, and the region's end."""
         stop = self.tokens if stop is None else stop
         ends = []
         for number, offset, length in spans(self._stops, begin, stop - begin):
@@ -299,34 +300,36 @@ class ShardSource:
 
 
 def ended(ends: np.ndarray, stop: int) -> np.ndarray:
-    """Return ends of documents, and the region's own if a document goes on there."""
-    return ends if len(ends) and ends[-1] == stop else np.append(ends, stop)
+    """Return ends of documents, and the region's end if a document continues there."""
+    if len(ends) and ends[-1] == stop:
+        return ends
+    return np.append(ends, stop)
 
 
 def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
-    """Return the shards of a manifest, in the order of their names as it is."""
+    """Return the shards of a manifest, which are in the order of their names."""
     dtype = id_type(manifest["vocab_size"])
-    return [
-        Shard(folder / shard["file"], dtype, HEADER_BYTES, shard["tokens"])
-        for shard in manifest["shards"]
-    ]
+    found = list[Shard]()
+    for shard in manifest["shards"]:
+        found.append(Shard(folder / shard["file"], dtype, HEADER_BYTES, shard["tokens"]))
+    return found
 
 
 def _find_shards(path: Path) -> list[Path]:
-    """Return the shards in a folder and its subfolders; hidden files are of other programs."""
+    """Return the shards in a folder and its subfolders; hidden files belong to other programs."""
     if not path.is_dir():
         return [path]
-    files = (file for file in path.rglob("*") if file.suffix in (".bin", ".npy"))
-    return sorted(
-        file
-        for file in files
-        if not file.name.endswith(".ends.npy")
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    found = []
+    for file in path.rglob("*"):
+        if file.suffix not in (".bin", ".npy") or file.name.endswith(".ends.npy"):
+            continue
+        if not any(part.startswith(".") for part in file.relative_to(path).parts):
+            found.append(file)
+    return sorted(found)
 
 
 def _sample(path: Path) -> bytes:
-    """Return the size of a file and its bytes, of a large one those of places all over it."""
+    """Return a hash of a file's size and its bytes, or samples of them if it is large."""
     size = path.stat().st_size
     step = max(SAMPLE_BYTES, size // SAMPLES)
     with path.open("rb") as file:
@@ -339,12 +342,15 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
 
     `stops` has the end of each part.
     """
-    stop, part = start + count, bisect.bisect_right(stops, start)
+    stop = start + count
+    part = bisect.bisect_right(stops, start)
     while start < stop:
         length = min(stops[part], stop) - start
+        begin = stops[part - 1] if part else 0
         if length:
-            yield part, start - (stops[part - 1] if part else 0), length
-        start, part = start + length, part + 1
+            yield part, start - begin, length
+        start += length
+        part += 1
 
 
 def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
@@ -352,7 +358,9 @@ def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
     or another's.
     """
     path = folder / MANIFEST
-    return parse_manifest(path, path.read_bytes()) if path.is_file() else None
+    if path.is_file():
+        return parse_manifest(path, path.read_bytes())
+    return None
 
 
 def parse_manifest(path: Path | Place, content: bytes) -> dict[str, Any] | None:
@@ -365,7 +373,7 @@ def parse_manifest(path: Path | Place, content: bytes) -> dict[str, Any] | None:
 
 
 class Remote:
-    """Shards on an object store, each of one version, whose windows are read by range."""
+    """Shards on an object store, each read from one version only, by range requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -381,7 +389,9 @@ class Remote:
         try:
             content, entry = path.bucket.read_range(path.key, start, size)
         except (BucketError, FileNotFoundError) as error:
-            gone = "it is not there" if isinstance(error, FileNotFoundError) else error
+            gone = error
+            if isinstance(error, FileNotFoundError):
+                gone = "it is not there"
             raise RunFailed(f"{path} cannot be read: {gone}") from None
         tag = entry["e_tag"]
         if entry["size"] != shard.size or self._tags.setdefault(shard.path, tag) != tag:

@@ -1,8 +1,7 @@
-"""Map the i-th sample of a job to a sample of the data set, by a function of (seed, i).
+"""Map the i-th sample of a job to a sample of the data set, as a function of (seed, i).
 
-It takes constant time and memory. The order of samples therefore does not depend on the
-data-parallel degree, the loader workers or gradient accumulation, and a resume needs only the
-number of samples consumed.
+It takes constant time and memory. The order of samples does not depend on the data-parallel degree,
+the loader workers or gradient accumulation, and a resume needs only the number of samples consumed.
 """
 
 from dataclasses import dataclass
@@ -44,12 +43,12 @@ class Order:
     seed: int
 
     def __call__(self, index: int) -> int:
-        """Return the data set's sample number of sample `index` of the job."""
+        """Return the data set's sample number for sample `index` of the job."""
         epoch, position = divmod(index, self.samples)
         return permute(position, self.samples, _derive_seed_once("order", self.seed, epoch))
 
 
-# Of many: a batch may span two epochs of each data set in a mixture.
+# Several: a batch may span two epochs of each data set in a mixture.
 _derive_seed_once = lru_cache(maxsize=64)(derive_seed)
 
 

@@ -1,7 +1,6 @@
 """Open data sets by name, each as one long stream of token ids that can be read at any offset.
 
-Bytes and shards are read from their files on demand, and other text is tokenized once, into a
-cache.
+Bytes and shards are read from their files on demand; other text is tokenized once, into a cache.
 """
 
 import bisect
@@ -28,9 +27,9 @@ NAMES = ("python-stdlib", "python-stdlib-validation", "text", "tokens", "chat", 
 
 
 def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Documents | None:
-    """Find the documents of a data set, None for shards.
+    """Find the documents of a data set, or None for shards.
 
-    `key` is the config section to name in an error.
+    Errors name the config section `key`.
     """
     if name in ("python-stdlib", "python-stdlib-validation"):
         return standard_library(held_out=name.endswith("-validation"))
@@ -40,14 +39,17 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
         chats = text_files(f"{key}.dataset_path", path)
         others = [name for name in chats.names if not name.endswith((".jsonl", ".jsonl.gz"))]
         if others:
-            why = f"{others[0]} holds no chats: they are lines of .jsonl or .jsonl.gz files"
+            why = f"{others[0]} has no chats: they are lines of .jsonl or .jsonl.gz files"
             raise UserError(why, f"{key}.dataset_path", path)
-        return replace(chats, text_key="messages" if text_key == "text" else text_key)
+        if text_key == "text":
+            text_key = "messages"
+        return replace(chats, text_key=text_key)
     if name == "tokens":
         if not is_url(path) and not os.path.exists(path):
             raise UserError("there is no such folder or file", f"{key}.dataset_path", path)
         return None
-    hint = f"; did you mean {close}?" if (close := nearest(name, NAMES)) else "."
+    close = nearest(name, NAMES)
+    hint = f"; did you mean {close}?" if close else "."
     legal = f"{', '.join(NAMES)}, or a data set of the Hugging Face hub: OWNER/NAME"
     raise UserError(f"is not a data set{hint} Legal: {legal}", f"{key}.dataset", name)
 
@@ -61,7 +63,7 @@ def open_source(
     text_key: str = "text",
     raw_type: str = "",
 ) -> "Source":
-    """Open the token stream of a data set; only shards can do without a tokenizer."""
+    """Open the token stream of a data set; only shards do not need a tokenizer."""
     documents = find_documents(key, name, path, text_key)
     if documents is None:
         end = tokenizer.end if tokenizer else -1
@@ -79,7 +81,7 @@ def open_source(
 
 
 def open_shards(key: str, path: str, vocab_size: int, end: int, raw_type: str = "") -> ShardSource:
-    """Open a folder of shards, or a URL of one."""
+    """Open a folder of shards, which may be a URL."""
     remote = Remote(path) if is_url(path) else None
     return ShardSource(key, folder_of(key, path), vocab_size, end, remote, raw_type)
 
@@ -90,16 +92,13 @@ def in_turn(function: Callable[..., object], *columns: Any) -> None:
 
 
 def each_of(sources: "list[Source]") -> Callable[..., None]:
-    """Return how windows of sources are read: one after another, or all at once from a store."""
+    """Return how to read windows of sources: one after another, or in parallel from a store."""
     is_remote = any(isinstance(source, ShardSource) and source.remote for source in sources)
     return at_once if is_remote else in_turn
 
 
 class ByteSource:
-    """Text files as a stream of bytes, read from the files themselves.
-
-    They need not be valid UTF-8.
-    """
+    """Text files as a stream of bytes, which need not be valid UTF-8."""
 
     def __init__(self, documents: Documents, tokenizer: ByteTokenizer) -> None:
         self._documents = documents
@@ -115,17 +114,20 @@ class ByteSource:
         return tokens == self.end
 
     def _hash_content(self) -> str:
-        """Hash up to 64 MiB whole, and of more text 1,024 samples of 64 KiB."""
-        checksum, size = 0, 1 << 16
+        """Hash the whole content up to 64 MiB, or 1,024 samples of 64 KiB of a longer one."""
+        checksum = 0
+        size = 1 << 16
         for start in range(0, self.tokens, max(size, self.tokens >> 10)):
             ids = self.read(start, min(size, self.tokens - start))
             checksum = zlib.crc32(ids.astype(np.uint8).tobytes(), checksum)
         return f"{checksum:08x}"
 
     def document_ends(self, begin: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the position after each document's end token in a region, and its end."""
-        stop = self.tokens if stop is None else stop
-        first, last = (bisect.bisect_right(self._stops, place) for place in (begin, stop))
+        """Return the position after each document in a region, and the region's end."""
+        if stop is None:
+            stop = self.tokens
+        first = bisect.bisect_right(self._stops, begin)
+        last = bisect.bisect_right(self._stops, stop)
         return ended(np.asarray(self._stops[first:last], dtype=np.int64), stop)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -151,7 +153,7 @@ class ByteSource:
 
 
 Source = ShardSource | ByteSource
-"""A stream of token ids, with an end token after each document or an index of their ends."""
+"""A stream of token ids, with an end token after each document or an index of document ends."""
 Place = tuple[str, str, str]
 """A section of the config, the name of its data set and its path."""
 

@@ -1,9 +1,9 @@
-"""Stream a Hugging Face data set: the one kind of source that cannot be read at any offset.
+"""Stream a Hugging Face data set: the only kind of source that cannot be read at any offset.
 
-A reader (a loader worker of a data-parallel rank) reads the documents that `datasets` gives it, so
-their order depends on the number of readers, and a resume needs the position of each. A reader
-shuffles its documents in blocks, by a function of the seed and the block's number: the shuffle
-buffer of `datasets` is not part of its state. A resume reads the current block again.
+A reader (a loader worker of a data-parallel rank) reads the documents that `datasets` assigns to
+it, so their order depends on the number of readers, and a resume needs each reader's position. A
+reader shuffles its documents in blocks, as a function of the seed and the block's number, because
+the shuffle buffer of `datasets` is not part of its state. A resume reads the current block again.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _STREAMS = {  # repository, configuration and split
 
 @dataclass(frozen=True)
 class Stream:
-    """A streamed data set, which repeats, and how to cut windows from it; the same on all ranks."""
+    """A streamed data set, which repeats, and how to cut it into windows; equal on all ranks."""
 
     name: str
     shards: Any  # a datasets.IterableDataset
@@ -47,8 +47,8 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data set's name and number of files, the tokenizer, and what else decides
-        the windows.
+        """A hash of the data set's name, its number of files, the tokenizer, and everything else
+        that determines the windows.
         """
         parts = (
             self.name,
@@ -83,7 +83,7 @@ def open_stream(key: str, name: str, path: str, text_key: str = "text") -> tuple
         setting += f' with dataset_path = "{path}"'
     try:
         stream = datasets.load_dataset(path or repo, config or None, split=split, streaming=True)
-    except Exception as error:  # the library raises all kinds
+    except Exception as error:  # the library raises all kinds of errors
         raise UserError(f"{setting} can't be streamed: {first_line(error)}") from None
     if stream.features:
         require_text(setting, stream.features.arrow_schema, text_key)
@@ -94,7 +94,7 @@ def open_stream(key: str, name: str, path: str, text_key: str = "text") -> tuple
 
 
 class Reader:
-    """Windows of reader `number` of `readers`, without end, from the beginning or from a state."""
+    """The endless windows of reader `number` of `readers`, from the beginning or a state."""
 
     def __init__(self, stream: Stream, number: int, readers: int) -> None:
         self._stream = stream
@@ -103,8 +103,8 @@ class Reader:
         self.load_state_dict({"epoch": 0, "block": 0, "start": None, "taken": 0, "rest": []})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the block begins, as `datasets` says it, how many of its documents were
-        used, and the tokens not yet in a window.
+        """Return the state of `datasets` at the beginning of the block, how many of its documents
+        were used, and the tokens not yet in a window.
         """
         return {
             "epoch": self._epoch,
@@ -115,7 +115,7 @@ class Reader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that a reader with the same number returned."""
+        """Continue from the state of a reader with the same number."""
         self._epoch = state["epoch"]
         self._block = state["block"]
         self._start = state["start"]
@@ -139,7 +139,7 @@ class Reader:
         return out
 
     def _read(self) -> Iterator[str]:
-        """Yield documents from the position on, epoch after epoch, and move the position."""
+        """Yield documents from the position on, epoch after epoch, and advance the position."""
         while True:
             found_any = self._start is not None
             for text in self._read_epoch():
@@ -159,7 +159,7 @@ class Reader:
 
         stream = self._stream
         documents = split_dataset_by_node(stream.shards, self._number, self._readers)
-        # The order of the files is a function of this number; of 0 it is their own.
+        # The order of the files depends on this number; 0 would leave them in their own order.
         documents.set_epoch(1 + derive_seed("files", stream.seed, self._epoch) % 2**31)
         if self._start is not None:
             documents.load_state_dict(self._start)
@@ -169,8 +169,9 @@ class Reader:
             order = np.random.default_rng(seed).permutation(len(texts))
             for place in order[self._taken :]:
                 self._taken += 1
-                # Empty ones are skipped: a window of nothing but end tokens would train nothing.
-                if text := texts[place]:
+                # Skip empty documents: a window of end tokens alone would train nothing.
+                text = texts[place]
+                if text:
                     yield text
             self._start = documents.state_dict()
             self._block += 1
@@ -180,7 +181,7 @@ class Reader:
         """Yield the blocks, and name the stream in an error."""
         try:
             yield from blocks
-        except Exception as error:  # the network, the file system and the format raise all kinds
+        except Exception as error:  # network, file system and format raise all kinds of errors
             why = " ".join(str(error).split())
             raise RunFailed(f"{self._description}: {type(error).__name__}: {why[:500]}") from None
 
@@ -190,7 +191,7 @@ class Reader:
 
 
 class _RankStream(IterableDataset):
-    """The part of a stream that one rank reads, divided among its workers."""
+    """One rank's part of a stream, divided among its workers."""
 
     def __init__(self, stream: Stream, rank_slice: RankSlice, workers: int) -> None:
         self._stream = stream
@@ -206,7 +207,7 @@ class _RankStream(IterableDataset):
 
 
 class StreamLoader:
-    """Micro-batches of one rank: `steps` of them, or without end."""
+    """Micro-batches of one rank: `steps` of them, or endless."""
 
     def __init__(
         self, stream: Stream, rank_slice: RankSlice, steps: int | None, options: dict[str, Any]
@@ -233,7 +234,7 @@ class StreamLoader:
         return {**self._readers(), "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of the same rank with the same numbers of ranks and workers."""
+        """Continue from the state of the same rank, with the same numbers of ranks and workers."""
         for key, value in self._readers().items():
             if state[key] != value:
                 raise UserError(

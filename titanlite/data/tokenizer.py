@@ -20,16 +20,13 @@ from titanlite.errors import UserError
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token.
-
-    The zero byte, which does not occur in text, ends a document.
-    """
+    """Every byte of UTF-8 is a token; the zero byte, which text never contains, ends a document."""
 
     vocab_size = BYTE_VOCABULARY
     end = 0  # the id of the end-of-text token, which follows each document
     fingerprint = "bytes"
     assets = ""  # the folder it was loaded from, if any
-    texts = staticmethod(plain_text)  # of a field's value
+    texts = staticmethod(plain_text)  # the documents in a field's value
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -39,16 +36,16 @@ class ByteTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         text = b"".join(bytes([token]) if token < self.vocab_size else b"\xff" for token in tokens)
-        # Ids that are no byte too, of a larger vocabulary.
+        # Ids beyond bytes, of a larger vocabulary, are replaced as well.
         return text.decode("utf-8", errors="replace")
 
 
 def byte_files() -> dict[str, bytes]:
-    """Return the files of a tokenizer of transformers with the same ids.
+    """Return the files of a transformers tokenizer with the same ids.
 
-    No token is its end of text: transformers would take that token's character in a text for it.
+    It has no end-of-text token, since transformers would find that token's character in texts.
     """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 writes bytes
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes in GPT-2's notation
     others = [byte for byte in range(256) if byte not in shown]
     vocabulary = {chr(byte): byte for byte in shown}
     vocabulary |= {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -94,10 +91,11 @@ class JsonTokenizer:
             self._backend = Backend.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} is not a tokenizer: {error}") from None
-        self._backend.no_truncation()  # a file may request both, and would cut every document
+        self._backend.no_truncation()  # a file may request both, which would cut documents
         self._backend.no_padding()
         self.settings = settings = _settings(folder)
-        if added := self._add_tokens(folder, settings.get("added_tokens_decoder", {})):
+        added = self._add_tokens(folder, settings.get("added_tokens_decoder", {}))
+        if added:
             content += json.dumps(added).encode()
         self.assets = str(folder)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
@@ -109,7 +107,7 @@ class JsonTokenizer:
     ) -> dict[str, int | None]:
         """Add the tokens of tokenizer_config.json that tokenizer.json lacks; return their ids.
 
-        As in transformers, the declared ids are only their order: new tokens get the next ids.
+        As in transformers, declared ids only give the order, and new tokens get the next free ids.
         """
         from tokenizers import AddedToken
 
@@ -130,8 +128,9 @@ class JsonTokenizer:
         return {token.content: self._backend.token_to_id(token.content) for token in added}
 
     def _find_end_token(self, folder: Path, eos: Any) -> int:
-        """Return the id of the eos_token, or else of one of the usual names."""
-        eos = eos.get("content") if isinstance(eos, dict) else eos
+        """Return the id of the eos_token, or of one of the usual names."""
+        if isinstance(eos, dict):
+            eos = eos.get("content")
         for name in (eos, "<|end_of_text|>", "<|endoftext|>", "</s>"):
             token = self._backend.token_to_id(name) if name else None
             if token is not None:
@@ -146,10 +145,8 @@ class JsonTokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> Iterator[list[int]]:
-        return (
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        )
+        for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+            yield encoding.ids
 
     def decode(self, tokens: list[int]) -> str:
         return self._backend.decode(tokens, skip_special_tokens=False)
@@ -159,15 +156,13 @@ _TOKEN_OPTIONS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings next to a tokenizer.json.
-
-    Tokenizer_config.json overrides the older file.
-    """
+    """Return the settings next to a tokenizer.json; tokenizer_config.json has precedence."""
     settings: dict[str, Any] = {}
     for name in TOKENIZER_SETTINGS:
         path = folder / name
         try:
-            settings |= json.loads(path.read_bytes()) if path.is_file() else {}
+            if path.is_file():
+                settings |= json.loads(path.read_bytes())
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is not JSON: {error}") from None
     return settings
@@ -179,60 +174,62 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokenizer:
     """Load the tokenizer in the folder `assets`, or bytes for "".
 
-    `origin` is the key or option in errors.
+    Errors name the key or option `origin`.
     """
     with suppress(OSError):
         if assets and Path(assets, "tokenizer.json").read_bytes() == byte_files()["tokenizer.json"]:
             return ByteTokenizer()
-    return JsonTokenizer(Path(assets), origin) if assets else ByteTokenizer()
+    if assets:
+        return JsonTokenizer(Path(assets), origin)
+    return ByteTokenizer()
 
 
 def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
-    have none. Where all data are shards, a model's folder may be without one.
+    """Load the tokenizer of model.hf_assets_path, otherwise of the token shards; None if the shards
+    have none. If all data are shards, a model's folder need not have a tokenizer.
     """
-    shards = [
-        folder_of(place, part.dataset_path)
-        for place, part in config.training.places
-        if part.dataset == "tokens"
-    ]
-    copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
+    shards = []
+    for place, part in config.training.places:
+        if part.dataset == "tokens":
+            shards.append(folder_of(place, part.dataset_path))
     assets = config.model.hf_assets_path
     if len(shards) == len(config.training.places) and is_model_alone(Path(assets)):
         assets = ""
-    assets = assets or next(copies, "")
-    if (
-        shards
-        and not assets
-        and vocab_size != BYTE_VOCABULARY
-        and not any(map(read_manifest, shards))
-    ):
+    if not assets:
+        copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
+        assets = next(copies, "")
+    may_lack_one = shards and not assets and vocab_size != BYTE_VOCABULARY
+    if may_lack_one and not any(map(read_manifest, shards)):
         return None
     return load_tokenizer(assets)
 
 
 def is_model_alone(folder: Path) -> bool:
-    """Return whether a folder has a model but no tokenizer."""
+    """Return whether a folder has a model without a tokenizer."""
     return (folder / "config.json").is_file() and not (folder / "tokenizer.json").exists()
 
 
 def open_tokenizer(job: Job) -> Tokenizer | None:
-    """Load the tokenizer of a job; None for token shards that come without one.
+    """Load the tokenizer of a job; None if it has token shards without one.
 
-    Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and
-    generate.at_end needs it.
+    Raise a UserError if it has ids beyond the model's vocabulary, or if generate.at_end needs a
+    missing one.
     """
     tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
-        given = job.config.model.hf_assets_path
+        key = "model.hf_assets_path"
+        place = job.config.model.hf_assets_path
+        if not place:
+            key = "training.dataset_path"
+            place = job.config.training.dataset_path or tokenizer.assets
         raise UserError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, beyond the model's "
             f"vocabulary of {job.shape.vocab_size}; "
             f"--model.overrides.vocab_size {tokenizer.vocab_size}",
-            "model.hf_assets_path" if given else "training.dataset_path",
-            given or job.config.training.dataset_path or tokenizer.assets,
+            key,
+            place,
         )
     return tokenizer
 
@@ -248,7 +245,7 @@ def require_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, so that text of a model or data set cannot control the
+    """Replace control characters, so that text from a model or data set cannot control the
     terminal.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -1,4 +1,4 @@
-"""Windows in which some tokens are read and not predicted."""
+"""Windows in which some tokens are read but not predicted."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +20,7 @@ class WindowSource(Protocol):
 
 @dataclass
 class Trained:
-    """Windows of chats: the label of a READ_ONLY token is ignored."""
+    """Windows of chats, with the labels of READ_ONLY tokens ignored."""
 
     windows: WindowSource
 

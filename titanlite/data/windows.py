@@ -21,7 +21,7 @@ from titanlite.data.trained import Trained, WindowSource
 class Windows(Dataset[np.ndarray]):
     """Windows of one source, or of a mixture of several; each source is shuffled again every epoch.
 
-    Samples beyond the end (without `repeat`, or the padding of an uneven validation) are windows
+    Samples beyond the end (without `repeat`, or as padding of an uneven validation) are windows
     with all labels ignored, so that every rank can take part in every batch.
     """
 
@@ -68,7 +68,7 @@ class Windows(Dataset[np.ndarray]):
 
 
 Opened = Mapping[Place, Source]
-"""What is open already."""
+"""Sources that are open already."""
 NOTHING: Opened = MappingProxyType({})
 
 
@@ -85,7 +85,7 @@ def validation_data(
 ) -> Windows | Stream:
     """Open the data set of [validation].
 
-    The seed of its order is fixed: n steps are the same windows on any mesh.
+    The seed of its order is fixed, so that n steps are the same windows on any mesh.
     """
     settings = job.config.validation
     source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)

@@ -1,7 +1,7 @@
-"""Give a sign of life four times a second, and learn that the run should stop or that it hangs.
+"""Show a sign of life four times a second, and learn that the run should stop or that it hangs.
 
-Below titanlite's launcher by this rank's page, which the launcher reads; elsewhere, once a second
-or less often, by a board of all ranks."""
+Under titanlite's launcher, a rank does so on its page, which the launcher reads; elsewhere, on a
+board of all ranks, once a second or less often."""
 
 import faulthandler
 import os
@@ -33,33 +33,32 @@ from titanlite.runtime.rank_files import (
 )
 
 BEAT_SECONDS = 1.0
-"""Between two looks at all ranks, and at the least between two of a board."""
+"""Time between checks of all ranks; the minimum between two exchanges with a board."""
 LOOK_SECONDS = 0.25
-"""Between two looks of a rank at what is asked of it, and two signs of life on its page."""
+"""Time between a rank's checks for requests, and between signs of life on its page."""
 BEATS_PER_SECOND = 512
-"""Of all ranks together below torchrun or srun, where each has its own connection to one store."""
+"""Beats of all ranks together under torchrun or srun, where each has a connection to one store."""
 
 
 def phase_limit(config: JobConfig, page: Page) -> tuple[float, str]:
-    """Return how many seconds the phase may take before the rank counts as stalled, and the key
-    that sets it.
+    """Return how many seconds a phase may take before the rank counts as stalled, and the key that
+    sets this limit.
     """
-    comm, stall = config.comm, config.fault.stall_seconds
+    comm = config.comm
+    stall = config.fault.stall_seconds
     if page.phase in ("load", "save"):
         return comm.checkpoint_timeout_seconds, "comm.checkpoint_timeout_seconds"
     compiles = page.phase in ("start", "validation", "sample")
     if compiles or page.step == page.first_step:
         return comm.init_timeout_seconds, "comm.init_timeout_seconds"
-    return (
-        (stall, "fault.stall_seconds")
-        if stall
-        else (comm.train_timeout_seconds, "comm.train_timeout_seconds")
-    )
+    if stall:
+        return stall, "fault.stall_seconds"
+    return comm.train_timeout_seconds, "comm.train_timeout_seconds"
 
 
 def longest_limit(config: JobConfig) -> int:
-    """Return the most seconds that any phase after the first step may take, saves and loads aside:
-    collectives wait longer, so that the report of a hang comes first.
+    """Return the longest that any phase after the first step may take, except saves and loads.
+    Collectives wait longer, so that the report of a hang comes first.
     """
     limits = [config.comm.train_timeout_seconds, config.fault.stall_seconds]
     if config.validation.enable or config.generate.at_end:
@@ -68,7 +67,7 @@ def longest_limit(config: JobConfig) -> int:
 
 
 def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
-    """Return the content of a page of this host, as of its last heartbeat."""
+    """Return the content of a page on this host, as of its last heartbeat."""
     seconds = max(0.0, round(page.heartbeat - page.since, 1))
     limit, key = phase_limit(config, page)
     return Beat(
@@ -77,7 +76,7 @@ def beat_of(config: JobConfig, page: Page, host: str) -> Beat:
 
 
 class Heart(threading.Thread):
-    """The thread. A single rank without a launcher needs no heartbeat."""
+    """The thread that beats. A single rank without a launcher needs none."""
 
     def __init__(
         self,
@@ -87,13 +86,17 @@ class Heart(threading.Thread):
         on_stop: Callable[[str], None],
         asked: Callable[[], str] = str,
     ) -> None:
-        """`asked` returns this rank's reason to stop, for the launchers and through them for the
-        other ranks.
+        """`asked` returns this rank's reason to stop, which reaches the other ranks through the
+        launchers.
         """
         super().__init__(name="beat", daemon=True)
         self._interval = max(BEAT_SECONDS, rank.world / BEATS_PER_SECOND)
-        self._config, self._rank, self._on_stop, self._asked = config, rank, on_stop, asked
-        self._environ, self._ended = environ, threading.Event()
+        self._config = config
+        self._rank = rank
+        self._on_stop = on_stop
+        self._asked = asked
+        self._environ = environ
+        self._ended = threading.Event()
         folder = launcher_folder(environ)
         self._request = folder / STOP if folder else None
         self._stack = own_file(environ, STACK)
@@ -108,23 +111,22 @@ class Heart(threading.Thread):
                 self._stack = None
                 write_flight_record(self._config, self._rank.rank)
             if board and board.decision.report:
-                time.sleep(2 * self._interval)  # others read from a store that may be this rank's
+                time.sleep(2 * self._interval)  # this rank may host the store that others read
                 os._exit(FAILED)
             if self._ended.wait(LOOK_SECONDS):
                 break
         OWN_PAGE.stand_in(ENDED)
         OWN_PAGE.beat(self._asked())
         if board:
-            if (
-                self._rank.rank == 0
-            ):  # the others show their ends in a store that may be this process's
+            if self._rank.rank == 0:  # it may host the store where the others show that they end
                 board.is_waiting = True
                 wait_until(lambda: _have_ended(board.statuses), BEAT_SECONDS)
             board.end()
 
     def _open_board(self) -> Board | None:
         """Join the board of all ranks in their own store; rank 0 decides."""
-        number, world = self._rank.rank, self._rank.world
+        number = self._rank.rank
+        world = self._rank.world
         address = store_address(self._environ, world)
         if address is None:
             return None
@@ -152,24 +154,23 @@ class Heart(threading.Thread):
         return replace(status, beats={self._rank.rank: beat})
 
     def end(self) -> None:
-        """Show that this rank has nothing left to do, and beat no more."""
+        """Show that this rank has nothing left to do, and stop beating."""
         self._ended.set()
         self.join(5)
 
 
 def _have_ended(statuses: Mapping[int, Status]) -> bool:
-    return all(
-        beat.phase == ENDED for status in statuses.values() for beat in status.beats.values()
-    )
+    for status in statuses.values():
+        if any(beat.phase != ENDED for beat in status.beats.values()):
+            return False
+    return True
 
 
 def _decide(hangs: Hangs, statuses: Mapping[int, Status], now: float) -> Decision:
-    """Return rank 0's decision below torchrun or srun; their agents handle everything but a
-    hang.
-    """
+    """Return rank 0's decision under torchrun or srun; their agents handle everything but hangs."""
     earlier = hangs.report
     hangs.look(statuses, now)
-    # Before another rank can read it and end: this one may fail for that loss at once.
+    # Printed before another rank can read it and exit, which may make this rank fail at once.
     if hangs.report != earlier:
         print(f"titanlite: {hangs.report}", file=sys.stderr, flush=True)
     return Decision(hangs=hangs.is_hung, report=hangs.report)

@@ -1,12 +1,13 @@
-"""The board where launchers, or ranks below torchrun or srun, put their statuses and read node 0's
+"""The board where launchers, or ranks under torchrun or srun, post their statuses and read node 0's
 decision.
 
-It is a store on node 0, over a network that may fail: a connection that was cut answers nothing for
-as long as TCP likes, and a wait in it could not be interrupted. Each process has one thread and one
-connection for all of it."""
+It is a store on node 0, behind a network that may fail: a cut connection may stay silent until TCP
+gives up, and waiting for it cannot be interrupted. So each process uses one thread and one
+connection for the board."""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -25,12 +26,12 @@ T = TypeVar("T")
 ANSWER_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 REFUSED_SECONDS = 10.0
-"""After which a host that refuses connections has no launcher any more: it could be reached."""
+"""Time after which a reachable host that refuses connections has lost its launcher."""
 EXCHANGE_SECONDS = 0.5
-"""Between two exchanges while ranks train."""
+"""Time between exchanges while ranks train."""
 MOST_KEYS = 1024
 WAITING_SECONDS = 0.05
-"""For each node between two exchanges of a launcher that waits for a decision."""
+"""Time per node between exchanges of a launcher that waits for a decision."""
 
 
 class Unreachable(RunFailed):
@@ -45,16 +46,15 @@ class Gone(Unreachable):
 
 
 def connect(host: str, port: int) -> dist.TCPStore:
-    """Return a connection to a store; raise OSError at once where nothing listens."""
-    socket.create_connection(
-        (host, port), CONNECT_SECONDS
-    ).close()  # torch would try again, and print its frames
+    """Return a connection to a store; raise OSError at once if nothing listens."""
+    # torch would retry, and print its stack.
+    socket.create_connection((host, port), CONNECT_SECONDS).close()
     limit = timedelta(seconds=CONNECT_SECONDS)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 class Link:
-    """A connection to the store of one thread, made again when it fails."""
+    """One thread's connection to the store, renewed when it fails."""
 
     def __init__(
         self,
@@ -64,28 +64,33 @@ class Link:
         prefix: str = "",
         store: dist.TCPStore | None = None,
     ) -> None:
-        """Use `store` until it fails; the key `run` separates this run's store from another's on
-        the same port.
+        """Use `store` until it fails; `run` tells this run's store from another run's on the same
+        port.
         """
-        self._host, self._port, self._run, self._prefix = host, port, run, prefix
+        self._host = host
+        self._port = port
+        self._run = run
+        self._prefix = prefix
         self._store = self._prefixed(store) if store else None
-        self._refused_at = 0.0
+        self._refused_at = math.inf
+        """Since when all connections have been refused."""
 
     def ask(self, operation: Callable[[dist.Store], T], seconds: float) -> T:
-        """Return the result of an operation, which may be done twice; raise Unreachable when the
-        time is over.
+        """Return the result of an operation, which may be repeated; raise Unreachable when the time
+        is up.
         """
         began = time.monotonic()
         while True:
             try:
                 return self._try(operation)
             except (RuntimeError, OSError) as error:
-                self._store, now = None, time.monotonic()
-                is_refused = isinstance(error, ConnectionRefusedError)
-                self._refused_at = (self._refused_at or now) if is_refused else 0.0
-                if isinstance(error, Gone) or (
-                    is_refused and now > self._refused_at + REFUSED_SECONDS
-                ):
+                self._store = None
+                now = time.monotonic()
+                if not isinstance(error, ConnectionRefusedError):
+                    self._refused_at = math.inf
+                elif self._refused_at == math.inf:
+                    self._refused_at = now
+                if isinstance(error, Gone) or now > self._refused_at + REFUSED_SECONDS:
                     raise Gone from None
                 if now > began + seconds:
                     silence = f"did not answer for {now - began:.0f} s"
@@ -95,7 +100,7 @@ class Link:
                 time.sleep(EXCHANGE_SECONDS)
 
     def _try(self, operation: Callable[[dist.Store], T]) -> T:
-        """Do it in a thread, which is left behind if it gets no answer."""
+        """Try it in a thread, which is abandoned if it gets no answer."""
         answers: SimpleQueue[tuple[bool, T | Exception]] = SimpleQueue()
 
         def work() -> None:
@@ -117,11 +122,13 @@ class Link:
     def _connect(self) -> dist.Store:
         store = connect(self._host, self._port)
         if self._run and store.get("run").decode() != self._run:
-            raise Gone  # another run is there now
+            raise Gone  # another run is using the port
         return self._prefixed(store)
 
     def _prefixed(self, store: dist.TCPStore) -> dist.Store:
-        return dist.PrefixStore(self._prefix, store) if self._prefix else store
+        if self._prefix:
+            return dist.PrefixStore(self._prefix, store)
+        return store
 
 
 class Board(threading.Thread):
@@ -142,43 +149,51 @@ class Board(threading.Thread):
         has `decide`.
         """
         super().__init__(name="board", daemon=True)
-        self._link, self._number, self._count = link, number, count
-        self._look, self._inspect, self._decide, self._interval = look, inspect, decide, interval
+        self._link = link
+        self._number = number
+        self._count = count
+        self._look = look
+        self._inspect = inspect
+        self._decide = decide
+        self._interval = interval
         self.own = own
         self._lock = threading.Lock()
-        self._wake, self._ended = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._ended = threading.Event()
         self._lost_at = 0.0
         self._is_open = self._is_last = False
         self.decision = Decision()
         self.statuses: dict[int, Status] = {}
-        """Of all that came; for number 0."""
+        """Everyone's status so far; only for number 0."""
         self.exchanges = 0
-        """Counted at their ends."""
+        """Number of completed exchanges."""
         self.is_waiting = False
         """Whether someone waits for a decision."""
         self.is_replaced = False
-        """Whether another launcher has taken this node's place, since this one seemed dead."""
+        """Whether another launcher has replaced this one, which seemed dead."""
         self.problem: Unreachable | None = None
         """Why node 0 does not answer."""
         self.crash: BaseException | None = None
-        """What ended the thread before its time."""
+        """What ended the thread prematurely."""
 
     @property
     def lost_seconds(self) -> float:
-        """Return the seconds since node 0 answered."""
-        return time.monotonic() - self._lost_at if self._lost_at else 0.0
+        """Return the seconds since node 0 last answered; 0 if it does answer."""
+        if self._lost_at:
+            return time.monotonic() - self._lost_at
+        return 0.0
 
     def put(self, **changes: object) -> None:
-        """Change the own status, and show it at once."""
+        """Change this process's status, and post it at once."""
         with self._lock:
             self.own = replace(self.own, **changes)  # type: ignore[arg-type]
         self._wake.set()
 
     def end(self, **changes: object) -> None:
-        """Change the own status, end the thread after the exchange that shows it, and wait for it:
-        torch aborts a process that exits meanwhile.
+        """Change this process's status, end the thread once that is posted, and wait for it: torch
+        aborts a process that exits during an exchange.
         """
-        with self._lock:  # or another exchange might follow, which node 0 need not wait for
+        with self._lock:  # no exchange may follow, since node 0 need not wait for one
             self.own = replace(self.own, **changes)  # type: ignore[arg-type]
             self._ended.set()
         self._wake.set()
@@ -190,20 +205,24 @@ class Board(threading.Thread):
             began = time.monotonic()
             try:
                 self.exchange()
-                self._lost_at, self.problem = 0.0, None
+                self._lost_at = 0.0
+                self.problem = None
                 self.exchanges += 1
             except Unreachable as error:
-                self._lost_at, self.problem = self._lost_at or began, error
-            except BaseException as error:  # whoever waits for a decision raises it
+                self._lost_at = self._lost_at or began
+                self.problem = error
+            except BaseException as error:  # raised where a decision is waited for
                 self.crash = error
                 return
             if self._is_last:
                 return
-            waiting = min(self._interval, WAITING_SECONDS * self._count)
-            self._wake.wait(waiting if self.is_waiting else self._interval)
+            seconds = self._interval
+            if self.is_waiting:
+                seconds = min(seconds, WAITING_SECONDS * self._count)
+            self._wake.wait(seconds)
 
     def exchange(self) -> None:
-        """Put the own status, read the decision; number 0 makes it."""
+        """Post this process's status and read the decision, which number 0 makes."""
         with self._lock:
             own = self.own = replace(self.own, count=self.own.count + 1)
             self._is_last = self._ended.is_set()
@@ -220,14 +239,13 @@ class Board(threading.Thread):
             return
         self.statuses = {node: parse(Status, text) for node, text in enumerate(texts) if text}
         decision = self._decide(self.statuses, time.monotonic())
-        if (
-            decision != self.decision or self.problem
-        ):  # an exchange that timed out may have written an older one
+        # An exchange that timed out may have written an older one.
+        if decision != self.decision or self.problem:
             self._link.ask(lambda store: store.set("decision", dump(decision)), 0)
             self.decision = decision
 
     def _show(self, store: dist.Store, own: Status) -> list[bytes] | None:
-        """Put a status; return the decision, or for number 0 all statuses; None before the board is
+        """Post a status; return the decision, or all statuses to number 0; None until the board is
         open.
         """
         self._is_open = self._is_open or store.check(["decision"])
@@ -240,18 +258,14 @@ class Board(threading.Thread):
         if self._decide is None:
             return [store.get("decision")]
         texts: list[bytes] = []
-        for first in range(
-            0, self._count, MOST_KEYS
-        ):  # torch reads a longer request in quadratic time
+        for first in range(0, self._count, MOST_KEYS):  # torch's time is quadratic in the keys
             numbers = range(first, min(first + MOST_KEYS, self._count))
             texts += store.multi_get([f"status/{number}" for number in numbers])
         return texts
 
 
 def open_board(store: dist.Store, count: int) -> None:
-    """Give each of `count` participants an empty status, since reading a key that is missing waits
-    for it.
-    """
+    """Give each of `count` participants an empty status, since reading a missing key waits."""
     for number in range(count):
         store.set(f"status/{number}", "")
         store.set(f"incarnation/{number}", "0")

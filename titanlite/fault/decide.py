@@ -1,7 +1,7 @@
 """Decide for all nodes: who takes part, whether the run hangs, the first failure, and the next
 attempt.
 
-A pure function of the nodes' statuses, their history and a clock; two functions give it facts about
+A pure function of the nodes' statuses, their history and a clock; two callbacks provide facts about
 the disk and the config."""
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass, replace
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, FAILED, GIVEN_UP, OK, REFUSED, STOPPED, few_of
 from titanlite.fault.stall import Hangs
-from titanlite.fault.status import Decision, Ended, Failure, Status, Verdict
+from titanlite.fault.status import Beat, Decision, Ended, Failure, Status, Verdict
 from titanlite.runtime.page import EarlyExit
 
 SILENCE_SECONDS = 15.0
-"""Without a sign of life of a launcher, after which its node counts as lost."""
+"""A node is lost if its launcher has shown no sign of life for this long."""
 TAKEOVER_SECONDS = 3.0
-"""Without a sign of life, after which another launcher may take its place."""
+"""Another launcher may replace one that has shown no sign of life for this long."""
 GATHER_SECONDS = 5.0
-"""From the first failure to the verdict: other nodes' may be earlier."""
+"""Time from the first failure to the verdict: another node may have failed earlier."""
 DAY_SECONDS = 86400
 MOST_A_DAY = 24
-"""Restarts of a run that saves between them: one more often has a fault that should be seen."""
+"""Restarts within a day: a run that needs more has a fault that someone should look at."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The newest save on the disk."""
+    """The newest checkpoint on disk."""
 
     step: int = 0
     source: str = "from the start: nothing was saved yet"
@@ -40,11 +40,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restarts:
-    """Whether a run may go on after a failure."""
+    """Whether a run may continue after a failure."""
 
     most: int = 0
     fits: Callable[[int], str] = lambda world: ""
-    """Returns why a number of ranks does not fit the job, or nothing."""
+    """Returns why a number of ranks does not fit the job, or an empty string."""
     saved: Callable[[], Saved] = Saved
 
 
@@ -54,29 +54,31 @@ class Decider:
     def __init__(
         self, config: JobConfig, nodes: int, now: float, restarts: Restarts, spare: int = 0
     ) -> None:
-        """`spare` of the nodes do not train until others are lost."""
-        self._config, self._nodes, self._restarts = config, nodes, restarts
+        """`spare` of the nodes wait until others are lost."""
+        self._config = config
+        self._nodes = nodes
+        self._restarts = restarts
         self._needed = nodes - spare
         self._completed = 0
-        """The last complete step of the attempt that failed."""
+        """The last complete step of the failed attempt."""
         self.decision = Decision()
         self._deadline = now + config.comm.init_timeout_seconds
         self._moved: dict[int, tuple[tuple[int, int], float]] = {}
         self.waits_for = ""
-        """The nodes that the next attempt waits for, and how long; empty while one runs."""
+        """The nodes that the next attempt waits for, and for how long; empty during an attempt."""
         self.silent: dict[int, float] = {}
         """Seconds since each node's last sign of life."""
         self._begun: dict[int, int] = {}
-        """The members' incarnations when the attempt began."""
+        """The members' incarnations at the start of the attempt."""
         self._judge: Hangs | None = None
         self._failed_at: float | None = None
         self._failures: list[Failure] = []
-        """One of each attempt so far."""
+        """One for each attempt so far."""
         self._failed_on: Counter[int] = Counter()
-        """The nodes of the ranks that failed first."""
+        """How often a node's rank was the first to fail."""
 
     def look(self, statuses: Mapping[int, Status], now: float) -> Decision:
-        """Return the decision for these statuses; those of nodes that never came are missing."""
+        """Return the decision for these statuses; nodes that never came have none."""
         self._follow(statuses, now)
         self.waits_for = ""
         if self.decision.is_final:
@@ -111,8 +113,10 @@ class Decider:
         for node, status in statuses.items():
             life = status.incarnation, status.count
             last, since = self._moved.get(node, (None, now))
-            self._moved[node] = life, since if life == last else now
-            self.silent[node] = now - self._moved[node][1]
+            if life != last:
+                since = now
+            self._moved[node] = life, since
+            self.silent[node] = now - since
 
     # ---------------------------------------------------------------- before an attempt
 
@@ -122,30 +126,34 @@ class Decider:
         for node, status in statuses.items():
             if not status.left or not status.ended or self.silent[node] > SILENCE_SECONDS:
                 continue
+            failure = status.ended.failure
             if status.ended.early:
                 stop = stop or status.ended.early.reason
-            elif failure := status.ended.failure:
+            elif failure:
                 self._end(failure.code, failure.words)
                 return True
-        if stop:  # there is no rank that could save
+        if stop:  # no rank is running that could save
             verdict = stopped(self._restarts.saved(), self._completed, stop)
             self.decision = replace(self.decision, verdict=verdict)
         return bool(stop)
 
     def _call_roll(self, statuses: Mapping[int, Status], now: float) -> None:
-        """Begin the attempt once enough nodes are there; a later one with those that come in
-        time.
+        """Begin the attempt once enough nodes are present; after the first attempt, with those that
+        arrive in time.
         """
-        number, fault = self.decision.attempt, self._config.fault
+        number = self.decision.attempt
+        fault = self._config.fault
         here = self._present(statuses)
-        if 0 not in here:  # the others' time begins when node 0 itself is ready
+        if 0 not in here:  # the time for the others starts when node 0 is ready
             self._deadline = now + fault.rejoin_seconds
         by_fitness = sorted(here, key=lambda node: self._failed_on[node] > 1)
         fit = [node for node in here if self._failed_on[node] < 2]
         may_come = len(fit) < self._needed and len(here) < self._nodes
-        seconds, key = fault.rejoin_seconds, "fault.rejoin_seconds"
+        seconds = fault.rejoin_seconds
+        key = "fault.rejoin_seconds"
         if number == 1:
-            seconds, key = self._config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
+            seconds = self._config.comm.init_timeout_seconds
+            key = "comm.init_timeout_seconds"
         absent = [node for node in range(self._nodes) if node not in here]
         missing = f"NODE_RANK {few_of(absent)}"
         if (0 not in here or may_come) and now <= self._deadline:
@@ -166,27 +174,33 @@ class Decider:
             )
             if number > 1 and 0 in here and not self._restarts.fits(sum(here.values())):
                 why += f"; fault.min_nodes = {len(here)} would have let the run go on without"
-            # Other nodes may be there at a new start, which code 76 requests.
+            # Code 76 requests a new start, which may find other nodes.
             return self._end(CUT_SHORT, why)
         members = tuple(sorted(by_fitness[: self._needed]))
         world = sum(here[node] for node in members)
-        if len(members) < self._needed and (why := self._restarts.fits(world)):
-            return self._end(CUT_SHORT, f"without {missing}: {why}")
+        if len(members) < self._needed:
+            why = self._restarts.fits(world)
+            if why:
+                return self._end(CUT_SHORT, f"without {missing}: {why}")
         self._begun = {node: statuses[node].incarnation for node in members}
         self._judge = Hangs(self._config, str(number), world, now)
         self.decision = replace(self.decision, members=members)
         return None
 
     def _present(self, statuses: Mapping[int, Status]) -> dict[int, int]:
-        """Return the numbers of processes of the nodes that are ready for the next attempt."""
-        here = {
-            node: status.processes
-            for node, status in sorted(statuses.items())
-            if status.attempt == self.decision.attempt
-            and not status.left
-            and self.silent[node] <= SILENCE_SECONDS
-        }
-        alike = {node: count for node, count in here.items() if count == statuses[0].processes}
+        """Return the process counts of the nodes that are ready for the next attempt."""
+        here = {}
+        for node, status in sorted(statuses.items()):
+            if (
+                status.attempt == self.decision.attempt
+                and not status.left
+                and self.silent[node] <= SILENCE_SECONDS
+            ):
+                here[node] = status.processes
+        alike = {}
+        for node, count in here.items():
+            if count == statuses[0].processes:
+                alike[node] = count
         return alike if len(alike) >= self._needed else here
 
     # ---------------------------------------------------------------- while it runs
@@ -200,15 +214,15 @@ class Decider:
                 self.decision, hangs=self._judge.is_hung, report=self._judge.report
             )
         if self._judge.is_hung and not self._judge.report:
-            return  # ranks may die while their stacks are taken
-        replaced = [
-            node for node, status in members.items() if status.incarnation != self._begun[node]
-        ]
-        ended = {
-            node: status.ended
-            for node, status in members.items()
-            if status.ended and status.attempt == self.decision.attempt and node not in replaced
-        }
+            return  # ranks may die while their stacks are being read
+        replaced = []
+        for node, status in members.items():
+            if status.incarnation != self._begun[node]:
+                replaced.append(node)
+        ended = {}
+        for node, status in members.items():
+            if status.ended and status.attempt == self.decision.attempt and node not in replaced:
+                ended[node] = status.ended
         rest = [node for node in members if node not in ended and node not in replaced]
         lost = [node for node in rest if self.silent[node] > SILENCE_SECONDS]
         accounted = {*replaced, *lost, *ended}
@@ -246,13 +260,15 @@ class Decider:
         early = min(
             (each.early for each in ended if each.early), key=lambda each: each.order, default=None
         )
-        if early:  # one rank that saved its last step is enough: no other has taken a later one
+        if early:  # one rank that saved its last step is enough; no other has taken a later one
             return Verdict(early.code, early=early)
         if not failures and self._failed_at is None:
             return Verdict(OK)
         failure = min(failures, key=lambda each: each.order, default=None)
         failure = failure or _of_launcher("the launchers lost contact with each other", 0)
-        beats = {rank: beat for node in self._begun for rank, beat in statuses[node].beats.items()}
+        beats = dict[int, Beat]()
+        for member in self._begun:
+            beats.update(statuses[member].beats)
         if failure.step is None and failure.rank in beats:
             failure = replace(failure, step=beats[failure.rank].step)
         self._completed = max(
@@ -261,14 +277,18 @@ class Decider:
         node = 0
         if failure.rank >= 0:  # it may have failed before its first heartbeat
             node = self.decision.members[failure.rank // statuses[0].processes]
-        here = [n for n in statuses if not statuses[n].left and self.silent[n] <= SILENCE_SECONDS]
+        here = []
+        for n in statuses:
+            if not statuses[n].left and self.silent[n] <= SILENCE_SECONDS:
+                here.append(n)
         spare_waits = bool(node) and len(here) > self._needed
         earlier = self._failures[:]
         saved = self._restarts.saved()
         self._failures.append(replace(failure, saved_step=saved.step))
-        most, stop = self._restarts.most, self.decision.stop
+        most = self._restarts.most
+        stop = self.decision.stop
         verdict = after(failure, earlier, most, saved, self._completed, stop, spare_waits)
-        if not node or verdict.code is not None:  # node 0 has the store of the run
+        if not node or verdict.code is not None:  # node 0 hosts the store and stays
             return verdict
         self._failed_on[node] += 1
         if self._failed_on[node] < 2 or self._needed == self._nodes:
@@ -297,10 +317,10 @@ def after(
     stop: str = "",
     spare_waits: bool = False,
 ) -> Verdict:
-    """Return the decision after a failure: another attempt, unless it failed the same way before,
-    or would again.
+    """Return the decision after a failure: another attempt, unless the run has failed the same way
+    before or is certain to do so again.
 
-    Where a spare can take the place of the host that failed, only others show that it would.
+    If a spare can replace the failed host, that host's earlier failures do not count.
     """
     if failure.is_user_error:
         return Verdict(failure.code, failure=failure)
@@ -324,11 +344,13 @@ def after(
 
 
 def stopped(saved: Saved, completed: int, stop: str) -> Verdict:
-    """Return the end of a run by a request that came when no rank could save any more."""
+    """Return the end of a run by a request that came when no rank could save."""
     lost = max(0, completed - saved.step)
-    step = saved.step + lost if completed or saved.by_this_run else 0
-    early = EarlyExit(CUT_SHORT if lost else STOPPED, step, stop, lost)
-    return Verdict(early.code, early=early)
+    step = 0
+    if completed or saved.by_this_run:
+        step = saved.step + lost
+    code = CUT_SHORT if lost else STOPPED
+    return Verdict(code, early=EarlyExit(code, step, stop, lost))
 
 
 def _of_launcher(words: str, seconds: float) -> Failure:

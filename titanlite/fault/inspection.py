@@ -1,6 +1,4 @@
-"""Look at a rank's process from outside, also when it is stopped or one of its threads keeps the
-GIL.
-"""
+"""Inspect a rank's process from outside, even if it is stopped or a thread of it holds the GIL."""
 
 import ctypes
 import os
@@ -15,17 +13,19 @@ from typing import NamedTuple
 from titanlite.fault.stall import IN_KERNEL, STOPPED
 from titanlite.fault.status import Inspection
 
+POLL_SECONDS = 0.1
+"""Between two looks of a launcher at its workers."""
 STACK_SECONDS = 2
-"""How long a process has to write its stack."""
+"""Time for a process to write its stack."""
 STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}
 
 
 class RankProcess(NamedTuple):
-    """A process with a faulthandler for SIGUSR2."""
+    """A process whose faulthandler handles SIGUSR2."""
 
     pid: int
     stack: Path
-    """The file it answers into."""
+    """The file where it writes its stack."""
 
 
 def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
@@ -35,32 +35,31 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
         _ask(each.pid)
     stopped = [each for rank, each in processes.items() if states[rank] == STOPPED]
     _await(each.stack for each in processes.values() if each not in stopped)
-    for each in (
-        stopped
-    ):  # it answers first of all when it goes on; the others, which then move too, have answered
+    # These answer before they do anything else. The others, which could then continue, have.
+    for each in stopped:
         _send(each.pid, signal.SIGCONT)
     _await(each.stack for each in stopped)
     for each in stopped:
         _send(each.pid, signal.SIGSTOP)
-    return {
-        rank: Inspection(states[rank], _read(each.stack) or _spied(each.pid))
-        for rank, each in processes.items()
-    }
+    found = dict[int, Inspection]()
+    for rank, each in processes.items():
+        found[rank] = Inspection(states[rank], _read(each.stack) or _spied(each.pid))
+    return found
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state of the process."""
+    """Return the state of the process, by the kernel."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "gone" if os.path.exists("/proc/self/stat") else "unknown"
+        if os.path.exists("/proc/self/stat"):
+            return "gone"
+        return "unknown"
     return STATES.get(letter, letter)
 
 
 def _ask(pid: int) -> None:
-    """Send SIGUSR2 to the main thread: any other that a stopped process goes on with would answer
-    too late.
-    """
+    """Send SIGUSR2 to the main thread; in a stopped process, any other would answer too late."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc 2.30
         libc.tgkill(pid, pid, signal.SIGUSR2)
@@ -74,11 +73,13 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _await(files: Iterable[Path]) -> None:
-    """Wait until there is something in all files, and they grow no more."""
-    waited, sizes = [*files], [0]
+    """Wait until no file is empty, and none grows any more."""
+    waited = [*files]
+    sizes = [0]
 
     def are_whole() -> bool:
-        before, sizes[:] = sizes[:], [len(_read(file)) for file in waited]
+        before = sizes[:]
+        sizes[:] = [len(_read(file)) for file in waited]
         return all(sizes) and sizes == before
 
     wait_until(are_whole, STACK_SECONDS)
@@ -90,16 +91,15 @@ def _read(file: Path) -> str:
 
 def _spied(pid: int) -> str:
     """Return the stack of a process that did not answer, if py-spy is installed and may look."""
-    with suppress(
-        subprocess.SubprocessError, OSError
-    ):  # without --nonblocking it would stop the process first
+    with suppress(subprocess.SubprocessError, OSError):
+        # Without --nonblocking, py-spy would stop the process first.
         command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     return ""
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Return when the condition holds, or when the time is over."""
+    """Return when the condition holds, or when the time is up."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)

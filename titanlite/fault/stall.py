@@ -19,13 +19,15 @@ STOPPED = "stopped"
 IN_KERNEL = "waiting for a device (D)"
 """State of a process that takes no signal, such as one whose GPU does not answer."""
 SILENT_BEATS = 4
-"""So many intervals without a beat make a rank suspect: its process is gone, or one thread keeps
+"""Intervals without a beat after which a rank is suspect: its process is gone, or a thread holds
 the GIL.
 """
 GATHER_SECONDS = 8
-"""From a hang to its report, though a node may not have inspected its ranks."""
-MOST_STACKS, MOST_FRAMES, MOST_GROUPS = 4, 16, 8
-"""In the short report: that of a run of thousands of ranks is short too."""
+"""Time from a hang to its report, even if a node has not inspected its ranks by then."""
+MOST_STACKS = 4
+MOST_FRAMES = 16
+MOST_GROUPS = 8
+"""Limits of the short report, which stays short for thousands of ranks."""
 _FILE = r"(?:.*/(?:site-packages|lib/python[\d.]+)/)?(?P<file>[^\"]+)"
 _FAULTHANDLER = re.compile(rf' +File "{_FILE}", line (?P<line>\d+) in (?P<name>.+)')
 _PY_SPY = re.compile(rf" +(?P<name>.+) \({_FILE}:(?P<line>\d+)\)")
@@ -33,16 +35,16 @@ _WAITS = re.compile(
     r"torch/(distributed/|cuda/streams\.py)"
     r"|.*titanlite/(train/(guard|report)|parallel/expert_parallel)\.py"
 )
-"""Files of torch and titanlite that wait for other ranks or for the GPU. (A copy to the host has no
-file of its own.)
+"""Files of torch and titanlite that wait for other ranks or for the GPU. (A copy to the host shows
+no file.)
 """
 _CALLERS = "torch/_ops.py", "torch/_dynamo/", "torch/utils/_contextlib.py"
-"""Files of torch that only call on: their callers show the work of a thread."""
+"""Files of torch that only pass calls on; their callers show what a thread is doing."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank of a run that hangs."""
+    """A rank of a hanging run."""
 
     rank: int
     beat: Beat | None
@@ -60,41 +62,47 @@ class Standing:
 
     @property
     def place(self) -> tuple[int, int]:
-        return (self.beat.step, self.beat.sequence) if self.beat else (-1, -1)
+        if self.beat:
+            return self.beat.step, self.beat.sequence
+        return -1, -1
 
     @property
     def where(self) -> str:
         if not self.beat:
             return "before its first heartbeat"
-        return f"{self.beat.phase} of step {self.beat.step}" if self.beat.step else self.beat.phase
+        if self.beat.step:
+            return f"{self.beat.phase} of step {self.beat.step}"
+        return self.beat.phase
 
 
 @dataclass(frozen=True)
 class Hang:
-    """That no rank moved for as long as the slowest phase may take."""
+    """No rank has moved for longer than the slowest phase may take."""
 
     limit: float
     key: str
     interval: float
-    """Seconds in which a rank shows at least one sign of life."""
+    """Seconds within which a rank shows at least one sign of life."""
     ranks: tuple[Standing, ...]
 
 
 class Judge:
-    """Follows the beats of all ranks by its own clock: theirs may stand as still as they do."""
+    """Follows the beats of all ranks by its own clock, since theirs may have stopped."""
 
     def __init__(
         self, world: int, interval: float, start_limit: tuple[float, str], now: float
     ) -> None:
-        self._interval, self._start_limit = interval, start_limit
-        self._clock, self._last_look = 0.0, now
+        self._interval = interval
+        self._start_limit = start_limit
+        self._clock = 0.0
+        self._last_look = now
         self._beats: list[Beat | None] = [None] * world
-        self._heard, self._moved = [0.0] * world, [0.0] * world
+        self._heard = [0.0] * world
+        self._moved = [0.0] * world
 
     def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
         """Take the newest beats; return the hang if there is one."""
-        # A watcher that was stopped itself, by Ctrl-Z or with the whole machine, saw nothing in the
-        # meantime.
+        # If this process was stopped itself, by Ctrl-Z or with the machine, it saw nothing.
         self._clock += min(now - self._last_look, 5 * self._interval)
         self._last_look = now
         for rank, beat in beats.items():
@@ -105,11 +113,14 @@ class Judge:
                 self._moved[rank] = self._clock
             self._beats[rank] = beat
             self._heard[rank] = self._clock
-        left = [rank for rank, beat in enumerate(self._beats) if not beat or beat.phase != ENDED]
+        left = []
+        for rank, beat in enumerate(self._beats):
+            if not beat or beat.phase != ENDED:
+                left.append(rank)
         if not left:
             return None
-        # A silent rank may be in another phase than its last heartbeat's, with a longer limit. One
-        # without a heartbeat so far is in none that the others could have left before it.
+        # A silent rank may have moved on to a phase with a longer limit since its last heartbeat.
+        # A rank that never had one is in no phase that the others could have left before it.
         since = self._clock - SILENT_BEATS * self._interval
         told = [rank for rank in left if self._beats[rank] and self._heard[rank] >= since]
         last = [self._beats[rank] for rank in told or left]
@@ -123,14 +134,12 @@ class Judge:
 
 
 class Hangs:
-    """Watch the ranks of an attempt, and write the report of a hang once their nodes have inspected
-    them.
-    """
+    """Watches the ranks of an attempt, and writes the report of a hang once they were inspected."""
 
     def __init__(
         self, config: JobConfig, attempt: str, world: int, now: float, interval: float = 1.0
     ) -> None:
-        """The attempt begins now; its ranks show signs of life in each interval of seconds."""
+        """The attempt begins now; ranks show a sign of life in each interval, in seconds."""
         start = config.comm.init_timeout_seconds, "comm.init_timeout_seconds"
         self._judge = Judge(world, interval, start, now)
         self._file = Path(config.job.dump_folder, "logs", f"hang-{attempt}.txt")
@@ -145,24 +154,27 @@ class Hangs:
         return self._hang is not None
 
     def look(self, members: Mapping[int, Status], now: float) -> None:
-        """Take the newest statuses of the nodes that take part."""
+        """Take the newest statuses of the attempt's nodes."""
         if self._hang is None:
-            beats = {
-                rank: beat for status in members.values() for rank, beat in status.beats.items()
-            }
+            beats = {}
+            for status in members.values():
+                beats.update(status.beats)
             self._hang = self._judge.look(beats, now)
             self._until = now + GATHER_SECONDS
             return
         found = [status.found for status in members.values()]
         if self.report or (None in found and now < self._until):
             return
-        inspected = {rank: each for of_node in found if of_node for rank, each in of_node.items()}
+        inspected = {}
+        for of_node in found:
+            if of_node:
+                inspected.update(of_node)
         unseen = Inspection()
-        ranks = [
-            replace(each, inspection=inspected.get(each.rank, unseen)) for each in self._hang.ranks
-        ]
+        ranks = []
+        for each in self._hang.ranks:
+            ranks.append(replace(each, inspection=inspected.get(each.rank, unseen)))
         hang = replace(self._hang, ranks=tuple(ranks))
-        with suppress(OSError):  # a full disk: the terminal still has it
+        with suppress(OSError):  # the disk may be full; the terminal shows the report anyway
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(report(hang, whole=True) + "\n", encoding="utf-8")
         self.report = f"{report(hang)}\nall stacks: {self._file}"
@@ -172,19 +184,24 @@ class Hangs:
 
 def culprits(hang: Hang) -> tuple[list[Standing], str]:
     """Return the ranks that the others wait for, with the evidence; no rank if there is none."""
-    ranks, least = hang.ranks, min(each.place for each in hang.ranks)
-    if stopped := [each for each in ranks if each.state == STOPPED]:
+    ranks = hang.ranks
+    least = min(each.place for each in hang.ranks)
+    stopped = [each for each in ranks if each.state == STOPPED]
+    if stopped:
         return stopped, "stopped"
-    if held := [each for each in ranks if each.state == IN_KERNEL]:
+    held = [each for each in ranks if each.state == IN_KERNEL]
+    if held:
         return held, IN_KERNEL
     answered = any(each.stack for each in ranks)
-    if mute := [each for each in ranks if answered and each.state and not each.stack]:
+    mute = [each for each in ranks if answered and each.state and not each.stack]
+    if mute:
         return mute, "without a stack, which others have"
-    if silent := [each for each in ranks if each.age > SILENT_BEATS * hang.interval]:
+    silent = [each for each in ranks if each.age > SILENT_BEATS * hang.interval]
+    if silent:
         return silent, f"no heartbeat for {min(each.age for each in silent):.0f} s"
     behind = [each for each in ranks if each.place == least]
     elsewhere = [each for each in ranks if each.stack and not in_collective(each.stack)]
-    # A stage, for the one before.
+    # A pipeline stage that waits for the one before it is not at fault.
     waits = elsewhere and all(each.stack and each not in elsewhere for each in behind)
     if len(behind) < len(ranks) and not waits:
         return behind, "behind the others"
@@ -194,56 +211,57 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
 
 
 def report(hang: Hang, whole: bool = False) -> str:
-    """Return the report of a hang, the ranks at fault first; `whole` has all threads, and a stack
-    of the others too.
+    """Return the report of a hang, the ranks at fault first. Ranks in the same place share a line.
 
-    Ranks that stand alike share a line.
+    If `whole`, it has all threads of the ranks at fault, and a stack for each group of others.
     """
     guilty, reason = culprits(hang)
-    blamed = f"{_names(guilty)}: {reason}" if guilty else "no rank stands out"
+    blamed = "no rank stands out"
+    if guilty:
+        blamed = f"{_names(guilty)}: {reason}"
     lines = [f"the run hangs: no rank moved for {hang.limit:g} s ({hang.key}). {blamed}"]
     for each in guilty[:MOST_STACKS]:
         stack = _all_threads(each.stack) if whole else main_frames(each.stack)[:MOST_FRAMES]
-        lines += [
-            _describe(each),
-            *_indented(stack or ["no stack: the process could not be signaled or did not respond"]),
-        ]
+        stack = stack or ["no stack: the process could not be signaled or did not respond"]
+        lines += [_describe(each), *_indented(stack)]
     groups: dict[str, list[Standing]] = {}
     for each in hang.ranks:
         if each not in guilty[:MOST_STACKS]:
-            inside = f", in {main_frames(each.stack)[0]}" if main_frames(each.stack) else ""
-            groups.setdefault(
-                f"{each.where}{f', {each.state}' * bool(each.state)}{inside}", []
-            ).append(each)
-    shown = [*groups.items()][: len(groups) if whole else MOST_GROUPS]
+            line = each.where + _state_of(each)
+            frames = main_frames(each.stack)
+            if frames:
+                line += f", in {frames[0]}"
+            groups.setdefault(line, []).append(each)
+    shown = [*groups.items()]
+    if not whole:
+        shown = shown[:MOST_GROUPS]
     for line, ranks in shown:
-        lines += [
-            f"{_names(ranks)}: {line}",
-            *_indented(_all_threads(ranks[0].stack) if whole else []),
-        ]
+        lines.append(f"{_names(ranks)}: {line}")
+        if whole:
+            lines += _indented(_all_threads(ranks[0].stack))
     if len(shown) < len(groups):
         lines.append(f"and ranks in {len(groups) - len(shown)} more places")
     return "\n".join(lines)
 
 
 def _describe(each: Standing) -> str:
+    state = _state_of(each)
     if not each.beat:
-        return (
-            f"rank {each.rank}: {each.where}, for {each.age:.0f} s"
-            f"{f', {each.state}' * bool(each.state)}"
-        )
-    place = (
-        f"{each.where} for {each.beat.seconds + each.age:.0f} s"
-        f"{f', {each.state}' * bool(each.state)}"
-    )
+        return f"rank {each.rank}: {each.where}, for {each.age:.0f} s{state}"
     return (
-        f"rank {each.rank} on {each.beat.host}: {place}, last beat {each.age:.0f} s ago, "
+        f"rank {each.rank} on {each.beat.host}: {each.where} "
+        f"for {each.beat.seconds + each.age:.0f} s{state}, last beat {each.age:.0f} s ago, "
         f"pid {each.beat.pid}"
     )
 
 
+def _state_of(each: Standing) -> str:
+    return f", {each.state}" if each.state else ""
+
+
 def _names(ranks: Sequence[Standing]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {few_of([each.rank for each in ranks])}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {few_of([each.rank for each in ranks])}"
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -251,33 +269,31 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _threads(stack: str) -> dict[str, list[str]]:
-    """Return the Python frames of each thread that has some, innermost first, by the line that
-    introduces it.
-    """
+    """Return the Python frames of each thread that has any, innermost first, by its header line."""
     parts = iter(re.split(r"^((?:Current thread|Thread) .*)$", stack, flags=re.MULTILINE)[1:])
-    threads = {
-        head: [*filter(None, map(_frame, frames.splitlines()))]
-        for head, frames in zip(parts, parts, strict=True)
-    }
+    threads = {}
+    for head, frames in zip(parts, parts, strict=True):
+        threads[head] = [*filter(None, map(_frame, frames.splitlines()))]
     return {head: frames for head, frames in threads.items() if frames}
 
 
 def _frame(line: str) -> str:
-    match = next(
-        filter(None, (pattern.fullmatch(line) for pattern in (_FAULTHANDLER, _PY_SPY))), None
-    )
-    return "{file}:{line} in {name}".format(**match.groupdict()) if match else ""
+    match = _FAULTHANDLER.fullmatch(line) or _PY_SPY.fullmatch(line)
+    if match:
+        return "{file}:{line} in {name}".format(**match.groupdict())
+    return ""
 
 
 def _all_threads(stack: str) -> list[str]:
     threads = _threads(stack)
-    return [line for head, frames in threads.items() for line in (head, *_indented(frames))]
+    found = list[str]()
+    for head, frames in threads.items():
+        found.extend((head, *_indented(frames)))
+    return found
 
 
 def main_frames(stack: str) -> list[str]:
-    """Return the frames of the main thread, innermost first: the one that ran, or faulthandler's
-    last.
-    """
+    """Return the frames of the main thread, innermost first; faulthandler lists it last."""
     threads = _threads(stack)
     main = [head for head in threads if "MainThread" in head] or [*threads][-1:]
     return threads[main[0]] if main else []

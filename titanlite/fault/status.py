@@ -1,8 +1,8 @@
-"""The values of the control plane: each launcher puts its Status on the board, node 0 answers with
-a Decision.
+"""The messages of the control plane: each launcher posts its Status on the board, and node 0
+answers with a Decision.
 
-Below torchrun or srun, without titanlite's launcher, each rank does so for itself and rank 0
-decides. No torch."""
+Under torchrun or srun, without titanlite's launcher, each rank posts its own and rank 0 decides. No
+torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Beat:
     phase: str
     sequence: int
     seconds: float
-    """Since the phase began."""
+    """Time since the phase began."""
     limit: float
     """Seconds that the phase may take."""
     key: str
-    """The key of the config that sets the limit."""
+    """The config key that sets the limit."""
     pid: int
     host: str
     completed: int = 0
@@ -40,19 +40,19 @@ class Beat:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A process as seen from outside; empty where that was not possible."""
+    """A process as seen from outside; empty if that was not possible."""
 
     state: str = ""
     stack: str = ""
-    """Of its threads, as faulthandler or py-spy writes it."""
+    """The stacks of its threads, as written by faulthandler or py-spy."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an attempt."""
+    """A failure that ended an attempt."""
 
     rank: int
-    """-1 for one of a launcher."""
+    """-1 for a launcher."""
     host: str
     time: float
     step: int | None
@@ -60,31 +60,29 @@ class Failure:
     words: str
     """Its message, in one line."""
     text: str
-    """For the terminal: a message, a traceback, or the end of a log."""
+    """What the terminal shows: a message, a traceback, or the end of a log."""
     code: int = FAILED
     known: bool = True
-    """Whether the rank gave a reason. A killed one sorts first: the others may only have lost
-    it.
+    """Whether the rank gave a reason. One that was killed sorts first, since the others may have
+    failed because of it.
     """
     is_user_error: bool = False
-    """A mistake that the user can correct, and that would fail again: the text is one message."""
+    """A mistake that the user can correct and a restart cannot; the text is one message."""
     told_by: tuple[int, ...] = ()
     """The ranks with the same message."""
     stuck: tuple[int, ...] = ()
     """Ranks that had been stopped."""
     saved_step: int = 0
-    """The newest checkpoint's when the run failed."""
+    """Step of the newest checkpoint when the run failed."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Return a sort key that puts causes before consequences: a user's mistake has no cause in
-        other ranks.
-        """
+        """Return a sort key that puts causes before consequences; a user's mistake comes first."""
         return not self.is_user_error, self.known, self.time
 
     def repeats(self, earlier: Failure) -> bool:
-        """Whether the run failed before in the same step with the same words. A kill comes from
-        outside.
+        """Whether the run failed before at the same step with the same words. Kills do not count,
+        since they come from outside.
         """
         where = self.step, self.words
         return (
@@ -102,7 +100,10 @@ class Failure:
         lines = [f"\ntitanlite: rank {self.rank} on {self.host} failed first"]
         if not self.is_user_error:
             lines[0] += f"; its log: {log}"
-            lines += [f"in step {self.step}; {saved}" if self.step else saved] if saved else []
+            if saved and self.step:
+                lines.append(f"in step {self.step}; {saved}")
+            elif saved:
+                lines.append(saved)
         if self.stuck:
             lines.append(
                 f"rank {', '.join(map(str, self.stuck))} hung or was stopped: it had to be killed"
@@ -112,42 +113,42 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an attempt on one node; without failure and early exit all its ranks reached the
+    """The end of an attempt on one node. Without a failure or early exit, all its ranks reached the
     target step.
     """
 
     failure: Failure | None = None
     early: EarlyExit | None = None
     over: bool = False
-    """Whether other nodes' ranks cannot go on."""
+    """Whether the ranks of other nodes cannot continue either."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """A launcher, or a rank below torchrun or srun."""
+    """The status of a launcher, or of a rank under torchrun or srun."""
 
     incarnation: int = 1
-    """The number of launchers that have been this node."""
+    """How many launchers have been this node."""
     count: int = 0
-    """Of the exchanges: the sign of life."""
+    """Number of exchanges, which serves as the sign of life."""
     attempt: int = 1
-    """The attempt that it takes part in, or would like to."""
+    """The attempt that it takes part in, or wants to."""
     processes: int = 1
     beats: dict[int, Beat] = field(default_factory=dict)
-    """Of its ranks."""
+    """The beats of its ranks."""
     stop: str = ""
     """A request to stop, with its reason."""
     ended: Ended | None = None
     found: dict[int, Inspection] | None = None
-    """Its ranks, inspected because the run hangs."""
+    """Inspections of its ranks, made because the run hangs."""
     prepared: bool = False
-    """Node 0's, whether the dump folder is ready."""
+    """Whether the dump folder is ready, for node 0."""
     left: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of an attempt: an exit code, or another attempt (None)."""
+    """The outcome of an attempt: an exit code, or None for another attempt."""
 
     code: int | None
     why: str = ""
@@ -155,29 +156,30 @@ class Verdict:
     failure: Failure | None = None
     early: EarlyExit | None = None
     resumes: bool = False
-    """The next attempt starts from a checkpoint of this run, whatever the first one started
-    from.
-    """
+    """Whether the next attempt starts from a checkpoint of this run."""
     first_step: int = 0
     """The first step of the next attempt."""
 
     @property
     def cause(self) -> str:
         """Return what ended the attempt, and what follows, in one line."""
-        failure, words = self.failure, ""
+        failure = self.failure
+        words = ""
         if failure:
-            who = f"rank {failure.rank} on {failure.host}: " if failure.rank >= 0 else ""
+            who = ""
+            if failure.rank >= 0:
+                who = f"rank {failure.rank} on {failure.host}: "
             words = f"{who}{failure.words}"
         return "; ".join(filter(None, [words, self.why]))
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Node 0's word on the run; everyone obeys."""
+    """What node 0 has decided; everyone follows it."""
 
     attempt: int = 1
     members: tuple[int, ...] = ()
-    """The nodes that take part; none while they gather."""
+    """The nodes of the attempt; empty while they gather."""
     prepared: bool = False
     """Whether the dump folder is ready."""
     stop: str = ""
@@ -185,11 +187,11 @@ class Decision:
     hangs: bool = False
     """Whether to inspect the ranks."""
     report: str = ""
-    """On the hang, once the ranks were inspected."""
+    """The report of the hang, once the ranks have been inspected."""
     failed: bool = False
-    """Whether the attempt has failed somewhere: end its workers."""
+    """Whether the attempt has failed somewhere, so that all workers must end."""
     verdict: Verdict | None = None
-    """On this attempt if it is the last one, otherwise on the one before."""
+    """The verdict on this attempt if it is the last, otherwise on the one before."""
 
     @property
     def is_final(self) -> bool:

@@ -1,8 +1,8 @@
-"""checkpoint.after_save: a user's command after each save, run by the launcher of node 0 beside the
-ranks, one at a time. No torch.
+"""checkpoint.after_save: a user's command after each save. The launcher of node 0 runs it alongside
+the ranks, one at a time. No torch.
 
-Nothing that it does touches the run: its output is in logs/after-save-STEP.log, its exit code in
-metrics.jsonl and in the launcher's log.
+The command cannot affect the run: its output goes to logs/after-save-STEP.log, its exit code to
+metrics.jsonl and the launcher's log.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from titanlite.launch.workers import kill_group
 from titanlite.observe.run_folder import METRICS
 
 LOOK_SECONDS = 0.25
-"""Between two looks at the newest save."""
+"""Between checks for a new save."""
 
 
 class AfterSave:
-    """The command of a run; without one, without checkpoints or on other nodes, nothing happens."""
+    """Runs the command; does nothing without one, without checkpoints, or on other nodes."""
 
     def __init__(self, config: JobConfig, first_node: bool) -> None:
         saving = config.checkpoint
@@ -39,10 +39,12 @@ class AfterSave:
         self._began = self._looked = 0.0
 
     def _newest(self) -> int:
-        return (status.last_named(self._config) or 0) if self._command else 0
+        if self._command:
+            return status.last_named(self._config) or 0
+        return 0
 
     def poll(self) -> None:
-        """Look for a new save, and for the end of the command."""
+        """Check for a new save, and for the end of the command."""
         if not self._command or time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -50,15 +52,17 @@ class AfterSave:
         if newest > self._seen:
             self._skipped += bool(self._due)
             self._due = newest
-        self._seen = newest  # a lower one: the run went back to it
-        if self._process and (code := self._process.poll()) is not None:
-            self._end(f"exit code {code}", code)
+        self._seen = newest  # lower than before if the run rolled back
+        if self._process:
+            code = self._process.poll()
+            if code is not None:
+                self._end(f"exit code {code}", code)
         if self._due and not self._process:
             self._start()
 
     def finish(self, is_stop: bool) -> None:
-        """At the end of the run, wait for the command of the last save; after a stop, not longer
-        than the ranks had for their own.
+        """Wait for the command after the last save; after a stop, no longer than the ranks had to
+        save.
         """
         config = self._config
         seconds = config.comm.checkpoint_timeout_seconds
@@ -73,12 +77,13 @@ class AfterSave:
             if time.monotonic() > deadline:
                 kill_group(self._process.pid)
                 self._process.wait()
-                self._end(f"ended after {seconds:g} s, since the run had ended", -9)
+                self._end(f"killed {seconds:g} s after the run ended", -9)
                 break
             time.sleep(0.05)
 
     def _start(self) -> None:
-        self._step, self._due = self._due, 0
+        self._step = self._due
+        self._due = 0
         checkpoint = shlex.quote(status.name_of(self._config, self._step))
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
         with self._log.open("wb") as log:
@@ -105,7 +110,7 @@ class AfterSave:
         if code:
             line += f"; its output: {self._log}"
         if self._skipped:
-            line += f"; {self._skipped} saves meanwhile were skipped"
+            line += f"; {self._skipped} saves in the meantime were skipped"
         record = {
             "step": self._step,
             "after_save_exit_code": code,

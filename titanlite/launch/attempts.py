@@ -1,5 +1,5 @@
-"""A run as a series of attempts: its workers on this node, started again where a failure allows
-it.
+"""A run as a series of attempts: start this node's workers, and restart them after a failure if
+that can help.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from titanlite.runtime.page import read_page
 from titanlite.runtime.rank_files import PAGE, rank_file
 
 KEPT_ATTEMPTS = 3
-"""Of the attempts that failed, whose logs are kept."""
+"""Number of failed attempts whose logs are kept."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,34 @@ class Attempt:
 
     number: int
     ranks: range
-    """Of this node."""
+    """This node's ranks."""
     world: int
     config: JobConfig
-    """As given; a later attempt starts from the newest checkpoint of the run."""
+    """As given, except that a later attempt starts from the run's newest checkpoint."""
 
 
 @contextmanager
 def leaving(node: Node) -> Iterator[None]:
-    """Show the other nodes an error that ends this launcher: they should not wait for it."""
+    """Tell the other nodes about an error that ends this launcher, so that they do not wait."""
     try:
         yield
-    except RunFailed:  # the other launchers have it, or cannot get it
+    except RunFailed:  # the other launchers know, or cannot be reached
         raise
     except Stopped as stopped:
         node.leave(Ended(early=stopped.early, over=True))
         raise
     except BaseException as error:  # a signal, a full disk
         host = socket.gethostname()
-        number = getattr(
-            error, "number", signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
-        )
-        cause = signal.Signals(number).name if number else first_line(error)
+        number = getattr(error, "number", 0)
+        if isinstance(error, KeyboardInterrupt):
+            number = signal.SIGINT
+        if number:
+            cause = signal.Signals(number).name
+            code = 128 + number
+        else:
+            cause = first_line(error)
+            code = getattr(error, "code", FAILED)
         words = f"the launcher on {host} has ended: {cause}"
-        code = 128 + number if number else getattr(error, "code", FAILED)
         failure = Failure(-1, host, time.time(), None, words, words, code, is_user_error=True)
         node.leave(Ended(failure, over=True))
         raise
@@ -80,21 +84,23 @@ class Attempts:
         work: Callable[[Attempt, Callable[[], None]], Ended],
         saves: bool = True,
     ) -> None:
-        """`work` runs an attempt's workers, with their files in `private`, and calls a function
-        while they run.
+        """`work` runs the workers of an attempt, with their files in `private`, and keeps calling
+        the function that it gets.
 
-        Without `saves`, a report of a failure does not name the newest save, and nothing is
-        recorded.
+        Without `saves`, failure reports do not name the newest save, and no events are recorded.
         """
-        self._node, self._given, self._private, self._work = node, given, private, work
+        self._node = node
+        self._given = given
+        self._private = private
+        self._work = work
         self._saves = saves
         self._folder = Path(given.job.dump_folder)
         self._last: Verdict | None = None
-        """The failure that the current attempt follows, until its first step is done."""
+        """The failure before the current attempt, until that attempt's first step is done."""
 
     def run(self, decision: Decision) -> Verdict:
-        """Run attempts, first the one decided on, until one succeeds or none is worth a try; return
-        the verdict.
+        """Run attempts, starting with the one decided on, until one succeeds or another is
+        pointless; return the verdict.
         """
         while not decision.is_final:
             attempt = self._begin(decision)
@@ -115,7 +121,8 @@ class Attempts:
         return decision.verdict
 
     def _begin(self, decision: Decision) -> Attempt:
-        processes, members = self._node.processes, decision.members
+        processes = self._node.processes
+        members = decision.members
         first = members.index(self._node.rank) * processes
         config = self._given
         if decision.verdict and decision.verdict.resumes:
@@ -128,8 +135,9 @@ class Attempts:
         )
 
     def _report(self, verdict: Verdict, logs: Path, own: range = range(0)) -> None:
-        """Print the first failure, the newest save, and the next attempt; on other nodes than node
-        0 only a failure of their `own` ranks, and in one line what else has ended the run.
+        """Print the first failure, the newest save and the next attempt. Nodes other than node 0
+        print only a failure of their `own` ranks, and one line about anything else that ended the
+        run.
         """
         failure = verdict.failure
         if self._node.rank > 0 and (failure is None or failure.rank not in own):
@@ -156,7 +164,8 @@ class Attempts:
         """On node 0, report the first step after a restart."""
         if self._last is None or self._last.failure is None:
             return
-        step, failed_at = self._last.first_step, self._last.failure.time
+        step = self._last.first_step
+        failed_at = self._last.failure.time
         page = read_page(rank_file(self._private, 0, PAGE))
         if reached or (page and page.completed >= step):
             self._last = None
@@ -166,9 +175,7 @@ class Attempts:
 
 
 def saved_since(config: JobConfig) -> Callable[[], Saved]:
-    """Return a function for the newest checkpoint, which separates those of this run from earlier
-    ones.
-    """
+    """Return a function that returns the newest checkpoint, and whether this run wrote it."""
     before = status.times(config)
 
     def saved() -> Saved:
@@ -182,35 +189,39 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
 
 
 def shown_here(shown: set[int], attempt: Attempt) -> list[int]:
-    """Return the ranks of this node whose output is shown: of those of LOG_RANK, rank 0 after a
-    restart without any of them.
+    """Return the ranks of this node whose output is shown: those in LOG_RANK, or rank 0 if a
+    smaller restart has none of them.
     """
     left = {rank for rank in shown if rank < attempt.world} or {0}
     return sorted(left & {*attempt.ranks})
 
 
 def max_restarts(loaded: Loaded, job: Job, environ: Mapping[str, str]) -> int:
-    """Return how often the run may be restarted: fault.max_restarts, where it is not set
-    MAX_RESTARTS.
-    """
+    """Return how often the run may restart: fault.max_restarts if set, otherwise MAX_RESTARTS."""
     given = read_number(environ, "MAX_RESTARTS", job.config.fault.max_restarts)
     if not job.config.checkpoint.enable:
         return 0
-    return job.config.fault.max_restarts if "fault.max_restarts" in loaded.entries else given
+    if "fault.max_restarts" in loaded.entries:
+        return job.config.fault.max_restarts
+    return given
 
 
 def _keep_logs(folder: Path, attempt: Attempt) -> Path:
-    """Move this node's logs of an attempt out of the way of the next one's; return where they are.
+    """Move an attempt's logs out of the way of the next attempt; return their new folder.
 
-    Node 0 moves all: the launcher of another node may be lost. After it, others move nothing, which
-    may be the next attempt's. A run of weeks has many attempts, and each has a log of every rank.
+    Node 0 moves the logs of all nodes, since another node's launcher may be lost. Once it has, the
+    others move nothing: new logs may belong to the next attempt. Only the last attempts are kept,
+    since a run of weeks has many, each with a log per rank.
     """
     kept = folder / "logs" / f"attempt-{attempt.number}"
     kept.mkdir(exist_ok=True)
     if 0 in attempt.ranks:
         old = kept.with_name(f"attempt-{attempt.number - KEPT_ATTEMPTS}")
         shutil.rmtree(old, ignore_errors=True)
-    for rank in range(attempt.world) if 0 in attempt.ranks else attempt.ranks:
+        ranks = range(attempt.world)
+    else:
+        ranks = attempt.ranks
+    for rank in ranks:
         log = rank_log(folder, rank)
         if 0 in attempt.ranks or not (kept / log.name).exists():
             with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Which rank of this node failed first, and its message. No torch."""
+"""Find the rank of this node that failed first, and its message. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlite.observe.console import rank_log, untimed
 from titanlite.runtime.rank_files import ERROR, rank_file
 
 CRASH = "Fatal Python error"
-"""Begins the stack that faulthandler writes into a log."""
+"""First words of the stack that faulthandler writes to a log."""
 TAIL_LINES = 10
 
 
@@ -24,48 +24,52 @@ class Exit:
     """The end of a worker."""
 
     code: int | None
-    """As subprocess has it: -9 for SIGKILL; None if the process could not be ended."""
+    """As in subprocess: -9 for SIGKILL; None if the process could not be killed."""
     time: float
     """When the launcher noticed."""
     ended: bool = False
-    """By the launcher, since another rank had failed."""
+    """Whether the launcher ended it because another rank had failed."""
     stopped: bool = False
-    """It had been stopped then, or waited in the kernel."""
+    """Whether it was stopped at that moment, or stuck in the kernel."""
 
 
 def first_failure(
     exits: Mapping[int, Exit], folder: Path, private: Path, host: str
 ) -> Failure | None:
     """Return the failure of the rank of this node that failed first; None if none failed."""
-    errors = {
-        rank: error for rank in exits if (error := _read_error(rank_file(private, rank, ERROR)))
-    }
+    errors = dict[int, dict[str, Any]]()
+    failed_at = dict[int, float]()
+    for rank, exit in exits.items():
+        error = _read_error(rank_file(private, rank, ERROR))
+        if error:
+            errors[rank] = error
+            failed_at[rank] = error["extraInfo"].get("time", 0.0)
+        elif exit.code and not exit.ended:
+            # A killed rank writes no file; it comes before ranks that may only have lost a peer.
+            failed_at[rank] = 0.0
     stuck = tuple(rank for rank, exit in exits.items() if exit.stopped)
-    failed = [
-        rank for rank, exit in exits.items() if rank in errors or (exit.code and not exit.ended)
-    ]
-    if not failed:
+    if not failed_at:
         return None
-    # A killed rank writes no file, and sorts before ranks that may only have lost it as a peer.
-    rank = min(
-        failed,
-        key=lambda rank: errors[rank]["extraInfo"].get("time", 0.0) if rank in errors else 0.0,
-    )
+    rank = min(failed_at, key=failed_at.__getitem__)
     if rank not in errors:
         words = f"exited without a traceback ({_describe_exit(exits[rank].code)})"
         text = "\n".join([*_last_lines(rank_log(folder, rank), exits[rank].code), words])
         return Failure(rank, host, exits[rank].time, None, words, text, known=False, stuck=stuck)
-    message, details = errors[rank]["message"], errors[rank]["extraInfo"]
+    message = errors[rank]["message"]
+    details = errors[rank]["extraInfo"]
     is_user_error = bool(details.get("is_user_error"))
     same = tuple(other for other, error in errors.items() if error["message"] == message)
-    codes = {exits[other].code for other in same}  # some may have been ended before they could exit
+    text = message.partition(": ")[2]
+    if not is_user_error:
+        text = details["py_callstack"].rstrip()
+    codes = {exits[other].code for other in same}  # some may have been killed before they exited
     return Failure(
         rank,
         host,
         details.get("time", exits[rank].time),
         details.get("step"),
         words=message.partition("\n")[0],
-        text=message.partition(": ")[2] if is_user_error else details["py_callstack"].rstrip(),
+        text=text,
         code=next((code for code in (REFUSED, GIVEN_UP) if code in codes), FAILED),
         is_user_error=is_user_error,
         told_by=same,
@@ -74,9 +78,7 @@ def first_failure(
 
 
 def _read_error(path: Path) -> dict[str, Any] | None:
-    """Return the message of a rank's error file; None if it wrote none, or was killed while it
-    did.
-    """
+    """Return the message in a rank's error file, or None if it wrote none or only a part."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         return message if isinstance(message, dict) else None
@@ -85,16 +87,22 @@ def _read_error(path: Path) -> dict[str, Any] | None:
 
 
 def _last_lines(log: Path, code: int | None) -> list[str]:
-    """Return the lines of a log about the end of its rank: the stack of a crash, none of a kill."""
+    """Return the lines of a log that show how its rank ended: the stack of a crash, or the last
+    lines; none for a killed rank.
+    """
     if code == -signal.SIGKILL or not log.exists():
         return []
     lines = untimed(log.read_text(errors="replace")).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(CRASH)]
-    return lines[starts[-1] :] if starts else lines[-TAIL_LINES:]
+    if starts:
+        return lines[starts[-1] :]
+    return lines[-TAIL_LINES:]
 
 
 def _describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
-    cause = ", by hand or by the kernel when memory ran out" * (code == -signal.SIGKILL)
-    return f"{signal.Signals(-code).name}{cause}"
+    cause = signal.Signals(-code).name
+    if code == -signal.SIGKILL:
+        cause += ", by hand or by the kernel when memory ran out"
+    return cause

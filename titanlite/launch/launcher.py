@@ -1,7 +1,7 @@
 """`titanlite train`: check everything, start the workers, own the terminal, return the exit code.
 
-No worker is started before config and machine are checked. Of a failed run the rank that failed
-first is named, with its traceback last.
+No worker starts before config and machine are checked. After a failure, the launcher names the rank
+that failed first and prints its traceback last.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SLURM_* and PET_* are understood too).
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare --help; everything else is --config and config keys."""
+    """Declare --help; all other options are --config and config keys."""
     parser.set_defaults(takes_overrides=True)
     parser.epilog = EPILOG
     parser.usage = "titanlite train [--config FILE.toml …]\n       [--section.key VALUE …]"
@@ -86,10 +86,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, argv: list[str]) -> int:
-    """Train the job of a command line and return its exit code; UserError before any worker is
-    started.
+    """Train the job of a command line and return its exit code; raise UserError before any worker
+    starts.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # they wait for Stopping
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until Stopping handles them
     try:
         return _check_and_run(argv)
     finally:
@@ -97,7 +97,7 @@ def run(arguments: Namespace, argv: list[str]) -> int:
 
 
 def _check_and_run(argv: list[str]) -> int:
-    # Before torch is imported, or a profiler prints what looks like errors.
+    # Must be set before torch is imported, or the profiler prints what looks like errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     environ = dict(os.environ)
     loaded = load(parse_command_line(argv, environ))
@@ -113,15 +113,16 @@ def _check_and_run(argv: list[str]) -> int:
             f"but the run has {nodes.training} (NNODES)"
         )
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    if nodes.count == 1 and os.path.exists(
-        run_lock
-    ):  # other nodes would wait in vain, and learn it later
+    # On several nodes the lock is taken later, so that the others do not wait in vain.
+    if nodes.count == 1 and os.path.exists(run_lock):
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     only_imports = prepare_imports(processes, os.environ)
     prepared = check_machine(job, device, processes, nodes.rank == 0, loaded.entries)
-    if message := status.finished_message(job.config):
+    message = status.finished_message(job.config)
+    if message:
         say(f"titanlite: {message}")
-        if others := _of_another_run(job):
+        others = _of_another_run(job)
+        if others:
             say(
                 f"titanlite: the finished run had a different {', '.join(others)}; "
                 "nothing was trained"
@@ -133,21 +134,24 @@ def _check_and_run(argv: list[str]) -> int:
     try:
         stopping = Stopping(job.config)
         return Launch(argv, loaded, job, nodes, device, processes, shown, stopping, forks).run()
-    except Stopped as stopped:  # before the workers were there
+    except Stopped as stopped:  # before any worker started
         return _end_early(job, stopped.early)
 
 
 def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, str, int]:
-    """Return the job of a config here: with its nodes, the kind of device, and the number of this
-    node's workers.
+    """Return the job of a config on this machine, its nodes, the kind of device, and the number of
+    workers on this node.
     """
-    # A background job inherits an ignored one.
+    # A shell's background job inherits an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     check_torch()
     config = loaded.config
-    nodes = find_nodes(environ, config.fault.spare_nodes if config.checkpoint.enable else 0)
-    read_number(environ, "MAX_RESTARTS", 0)  # now, and also where the run turns out to be finished
-    read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP would take all cores instead
+    spare = 0
+    if config.checkpoint.enable:
+        spare = config.fault.spare_nodes
+    nodes = find_nodes(environ, spare)
+    read_number(environ, "MAX_RESTARTS", 0)  # checked here, even if the run is already finished
+    read_number(environ, "OMP_NUM_THREADS", 1, least=1)  # OpenMP uses all cores if it is invalid
     device, processes = find_device(config.job.device, environ)
     try:
         job = job_from(loaded, world=nodes.training * processes, training=True, device=device)
@@ -157,7 +161,7 @@ def find_job(loaded: Loaded, environ: Mapping[str, str]) -> tuple[Job, Nodes, st
 
 
 def _of_another_run(job: Job) -> list[str]:
-    """Return the keys of the model and the data that differ from those of the newest checkpoint."""
+    """Return the keys of model and data that differ from the newest checkpoint's config."""
     if status.in_bucket(job.config):
         return []
     root = checkpoint_root(job.config)
@@ -172,7 +176,7 @@ def _of_another_run(job: Job) -> list[str]:
 
 @dataclass
 class Launch:
-    """A checked job on this node, from the meeting of the nodes to the exit code."""
+    """A checked job on this node, from the rendezvous to the exit code."""
 
     argv: list[str]
     loaded: Loaded
@@ -181,11 +185,11 @@ class Launch:
     device: str
     processes: int
     shown: set[int]
-    """The ranks on the terminal."""
+    """The ranks whose output is shown."""
     stopping: Stopping
     forks: ForkServer | None
     moved: set[Path] | None = None
-    """Folders below previous/ that this start has made; None before it looked."""
+    """Folders in previous/ that this start has created; None until the dump folder is taken."""
     terminal: Terminal | None = None
 
     @property
@@ -193,7 +197,7 @@ class Launch:
         return Path(self.job.config.job.dump_folder)
 
     def run(self) -> int:
-        """Start the workers, again where a failure allows it, and wait for them."""
+        """Start the workers, restart them after failures that allow it, and wait for them."""
         from titanlite.launch.workers import Signaled
 
         try:
@@ -240,12 +244,14 @@ class Launch:
 
     def _take_folder(self) -> None:
         archives = {*self.folder.glob("previous/*")}
-        if self.nodes.rank == 0 and (message := status.take_folder(self.job.given)):
-            say(f"titanlite: {message}")
+        if self.nodes.rank == 0:
+            message = status.take_folder(self.job.given)
+            if message:
+                say(f"titanlite: {message}")
         self.moved = {*self.folder.glob("previous/*")} - archives
 
     def _fits(self, world: int) -> str:
-        """Return why the job cannot go on with so many ranks, or nothing."""
+        """Return why the job cannot continue with this many ranks, or an empty string."""
         try:
             smaller = job_from(self.loaded, world=world, training=True, device=self.device)
             check_machine(smaller, self.device, self.processes, first_node=False)
@@ -256,7 +262,7 @@ class Launch:
     def _work(
         self, node: Node, private: Path, after_save: AfterSave, attempt: Attempt, watch: Callable
     ) -> Ended:
-        """Run this node's workers, their output on the terminal; return how the attempt ended."""
+        """Run this node's workers and show their output; return how the attempt ended."""
         from titanlite.fault.status import Ended
         from titanlite.launch.failure import first_failure
         from titanlite.launch.workers import Workers
@@ -279,7 +285,8 @@ class Launch:
         try:
             with self.terminal:
                 exits, reason = workers.run(poll)
-            if ended := self.stopping.ended(exits):
+            ended = self.stopping.ended(exits)
+            if ended:
                 return ended
         except Stopped as stopped:
             ended = self.stopping.ended({}) or Ended(early=stopped.early)
@@ -296,7 +303,9 @@ class Launch:
         config = self.job.config
         logs = {rank: rank_log(self.folder, rank) for rank in shown_here(self.shown, attempt)}
         color = not config.metrics.disable_color_printing
-        seconds = 0.1 if self.nodes.count == 1 else 1  # one file system opens them for all nodes
+        seconds = 0.1
+        if self.nodes.count > 1:  # spare the file system that all nodes share
+            seconds = 1
         metrics = self.folder / "metrics.jsonl"
         return Terminal(logs, metrics, config.training.steps, color, seconds)
 
@@ -315,13 +324,15 @@ class Launch:
         return verdict.code
 
     def _end_at_once(self, number: int) -> int:
-        """Print the step of a run that a signal ended without a save; return the exit code."""
-        step = self.terminal.last_record.get("step", 0) if self.terminal else 0
+        """Print the step at which a signal ended the run without a save; return the exit code."""
+        step = 0
+        if self.terminal:
+            step = self.terminal.last_record.get("step", 0)
         kinds = "metrics and logs" if step else "logs"
         files = f"{kinds} are in {self.folder}, {status.last_saved_message(self.job.config)}"
         if not self.folder.exists():
             files = "nothing was written"
-        # The logs of ranks may show a hang.
+        # Logs that ranks have written to may show a hang, and are kept.
         silent = not any(path.stat().st_size for path in (self.folder / "logs").glob("**/rank-*"))
         if silent and self.nodes.count == 1 and self.moved is not None and self._put_back():
             files = AS_IT_WAS
@@ -336,8 +347,9 @@ class Launch:
 
 
 def _end_early(job: Job, early: EarlyExit, records: bool = False) -> int:
-    """Print the step of a run that ended on request; return the exit code."""
-    by_ctrl_c, end = early.reason.startswith(CTRL_C), describe_stop(job.config, early)
+    """Print the step at which the run ended on request; return the exit code."""
+    by_ctrl_c = early.reason.startswith(CTRL_C)
+    end = describe_stop(job.config, early)
     if by_ctrl_c and "; saved: " in end and early.step < job.config.training.steps:
         end += "; the same command continues from there"
     say(f"\ntitanlite: {end}")
@@ -347,8 +359,8 @@ def _end_early(job: Job, early: EarlyExit, records: bool = False) -> int:
 
 
 def _put_back(folder: Path, moved: set[Path]) -> bool:
-    """Undo a start's changes to the dump folder, unless it began to train there; return whether
-    they were undone.
+    """Undo a start's changes to the dump folder unless training began; return whether they were
+    undone.
     """
     if (folder / "environment.json").exists():
         return False
@@ -357,6 +369,6 @@ def _put_back(folder: Path, moved: set[Path]) -> bool:
         for path in archive.iterdir():
             path.rename(folder / path.name)
         archive.rmdir()
-    with suppress(OSError):  # it holds others, or never was
+    with suppress(OSError):  # not empty, or never created
         (folder / "previous").rmdir()
     return True

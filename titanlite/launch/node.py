@@ -1,9 +1,9 @@
-"""This launcher among those of the other nodes: it meets them, runs, settles the end of an attempt,
-and leaves.
+"""This launcher's part among the nodes: meet the others, run an attempt, agree on how it ended, and
+leave.
 
-Node ranks are those of NODE_RANK (torch's dynamic rendezvous orders nodes by host name): rank 0 is
-always on node 0, its launcher has the store where all meet, and decides. A node may be lost and
-come back, but not node 0."""
+Nodes have the ranks given by NODE_RANK (torch's dynamic rendezvous would order them by host name),
+so rank 0 is always on node 0. Node 0's launcher hosts the store where all meet, and decides. Any
+node but node 0 may be lost and come back."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from titanlite.runtime.page import read_pages
 from titanlite.runtime.rank_files import ATTEMPT, RANKS, STACK, attempt_prefix, rank_file
 
 SAY_SECONDS = 5.0
-"""After which a launcher that waits says for whom."""
+"""Wait before a launcher prints which node it is waiting for."""
 LEAVE_SECONDS = 30.0
-"""Time for all launchers to read the end of the run."""
+"""Time for all launchers to learn that the run has ended."""
 OVER_SECONDS = 5.0
-"""For the verdict on an attempt that a second signal has ended."""
+"""Time for the verdict on an attempt that a second signal has ended."""
 KEYS_A_POLL = 500
-"""Of an attempt that is over, deleted while the next one runs: all at once would hold it up."""
+"""Keys of a finished attempt deleted per poll; deleting all at once would delay the next one."""
 NONE = Restarts()
 
 
 class NoNode0(RunFailed):
-    """Node 0 did not answer at the start; it may be there at another one."""
+    """Node 0 did not answer at the start; a later start may find it."""
 
     code = CUT_SHORT
 
@@ -64,36 +64,42 @@ class Node:
         restarts: Restarts = NONE,
         asked: Callable[[], str] = str,
     ) -> None:
-        """Connect to node 0; RunFailed if it is missing, UserError if two launchers claim to be
-        this node.
+        """Connect to node 0; raise RunFailed if it is missing, UserError if two launchers claim to
+        be this node.
 
-        The workers' files are in `private`. `asked` returns a reason to stop, which all nodes
-        follow."""
-        self.rank, self.processes = nodes.rank, processes
-        self._nodes, self._config, self._private, self._asked = nodes, config, private, asked
+        The workers' files are in `private`. `asked` returns a reason to stop, for all nodes."""
+        self.rank = nodes.rank
+        self.processes = processes
+        self._nodes = nodes
+        self._config = config
+        self._private = private
+        self._asked = asked
         self._host = socket.gethostname()
         self._kept_at = 0.0
         self._has_logs = False
         self._old_keys: list[str] = []
-        """Of attempts that are over, on node 0."""
+        """Keys of finished attempts, on node 0."""
         if nodes.count > 1:
             os.environ.setdefault("RES_OPTIONS", RESOLVER)  # for the workers too
-        self._store = (
-            _listen(nodes) if self.rank == 0 else _connect(nodes, config.comm.init_timeout_seconds)
-        )
         self._decider: Decider | None = None
+        decide = None
         if self.rank == 0:
+            self._store = _listen(nodes)
             self._decider = Decider(config, nodes.count, time.monotonic(), restarts, nodes.spare)
+            decide = self._decider.look
             open_board(self._store, nodes.count)
             self._store.set("run", uuid.uuid4().hex)
+        else:
+            self._store = _connect(nodes, config.comm.init_timeout_seconds)
         self.address = nodes.master_addr, self._store.port
         """Host and port of the store, which the workers use too."""
-        run_id = self._store.get("run").decode()  # set when the board is open
+        run_id = self._store.get("run").decode()  # waits until the board is open
         claims = self._claim()
-        # A launcher that takes another's place must not seem to be in the attempt that runs.
-        own = Status(claims, attempt=1 if claims == 1 else 0, processes=processes)
+        attempt = 1
+        if claims > 1:  # a replacement must not seem to be part of the running attempt
+            attempt = 0
+        own = Status(claims, attempt=attempt, processes=processes)
         link = Link(*self.address, run_id, store=self._store)
-        decide = self._decider.look if self._decider else None
         self._board = Board(link, self.rank, nodes.count, own, self._look, self._inspect, decide)
         self._board.start()
         atexit.register(self._end_board)
@@ -104,15 +110,17 @@ class Node:
 
     @property
     def attempt(self) -> int:
-        """Return the number of the attempt that runs, or comes next."""
+        """Return the number of the running or next attempt."""
         return self._board.own.attempt
 
     def _claim(self) -> int:
-        """Return how many launchers have been this node; refuse to be the second one that lives."""
-        store, key = self._store, f"status/{self.rank}"
+        """Return how many launchers have been this node; raise if another one is alive."""
+        store = self._store
+        key = f"status/{self.rank}"
         claims = store.add(f"claims/{self.rank}", 1)
-        before, deadline = store.get(key), time.monotonic() + TAKEOVER_SECONDS * (claims > 1)
-        while time.monotonic() < deadline:
+        before = store.get(key)
+        deadline = time.monotonic() + TAKEOVER_SECONDS
+        while claims > 1 and time.monotonic() < deadline:
             if store.get(key) != before:
                 raise UserError(
                     f"two launchers use NODE_RANK={self.rank}; every node needs its own"
@@ -124,8 +132,8 @@ class Node:
     # ---------------------------------------------------------------- meet
 
     def meet(self) -> Decision:
-        """Return the decision that makes this node a member of the next attempt, or the final
-        one.
+        """Return the decision that makes this node a member of the next attempt, or that ends the
+        run.
         """
         board = self._board
         board.put(ended=None, found=None)
@@ -136,7 +144,9 @@ class Node:
                 return decision.is_final
             if decision.attempt == self.attempt and self.rank in decision.members:
                 return True
-            wanted = decision.attempt + bool(decision.members)  # one that runs cannot be joined
+            wanted = decision.attempt
+            if decision.members:  # a running attempt cannot be joined
+                wanted += 1
             if wanted != self.attempt:
                 board.put(attempt=wanted)
                 if self._nodes.spare and decision.members:
@@ -147,11 +157,11 @@ class Node:
         if decision.is_final:
             self._leave()
         else:
-            board.put(found=None)  # a spare has none of its ranks to inspect if an attempt hangs
+            board.put(found=None)  # inspections from the time as a spare are not of this attempt
         return decision
 
     def prepare(self, decision: Decision) -> Decision:
-        """Show on node 0 that the dump folder is ready; wait for that elsewhere.
+        """On node 0, announce that the dump folder is ready; elsewhere, wait for it.
 
         Return the decision to follow: the given one, unless the run has ended.
         """
@@ -161,7 +171,7 @@ class Node:
             newest = self._wait(lambda newest: newest.prepared or newest.is_final, seconds)
         except TimeoutError:
             within = f"within {seconds} s (comm.init_timeout_seconds)"
-            # No RunFailed: node 0 should learn why this launcher ends.
+            # Not a RunFailed, so that node 0 learns why this launcher ends.
             raise TimeoutError(
                 f"node 0 did not prepare the dump folder {within}; see that node's log"
             ) from None
@@ -173,11 +183,12 @@ class Node:
     # ---------------------------------------------------------------- run
 
     def poll(self) -> None:
-        """Raise an error that ends this node's workers if the attempt is over elsewhere, or
+        """Raise RunFailed, which ends this node's workers, if the attempt has ended elsewhere or
         hangs.
         """
         self._check()
-        decision, board = self.decision, self._board
+        decision = self.decision
+        board = self._board
         if decision.attempt != self.attempt or decision.is_final or decision.failed:
             if decision.report:
                 self._kill_ranks()
@@ -192,7 +203,7 @@ class Node:
             self._keep_beats()
 
     def _keep_beats(self) -> None:
-        """Write the places of all ranks on node 0, for other processes."""
+        """On node 0, write the last heartbeats of all ranks to a file for other processes."""
         self._kept_at = time.monotonic()
         if self.rank > 0:
             return
@@ -201,7 +212,8 @@ class Node:
             beats |= status.beats
         file = Path(self._config.job.dump_folder, "logs", RANKS)
         with suppress(OSError):
-            had_logs, self._has_logs = self._has_logs, file.parent.exists()
+            had_logs = self._has_logs
+            self._has_logs = file.parent.exists()
             if had_logs and not self._has_logs:
                 say(f"titanlite: {file.parent} was removed; nothing more is written or shown")
             draft = file.with_suffix(".new")
@@ -209,36 +221,35 @@ class Node:
             draft.replace(file)
 
     def _look(self, status: Status) -> Status:
-        """Add the beats and the requests of this node's ranks."""
+        """Add the beats and stop requests of this node's ranks to a status."""
         pages = read_pages(self._private)
-        beats = {
-            rank: beat_of(self._config, page, self._host)
-            for rank, page in pages.items()
-            if page.heartbeat
-        }
+        beats = {}
+        for rank, page in pages.items():
+            if page.heartbeat:
+                beats[rank] = beat_of(self._config, page, self._host)
         asked = self._asked() or next((page.asked for page in pages.values() if page.asked), "")
         if asked and not status.stop:
-            self._board.put(stop=asked)  # for good: the pages are removed after an attempt
+            self._board.put(stop=asked)  # kept here, since pages are removed after an attempt
             status = replace(status, stop=asked)
         return replace(status, beats=beats)
 
     def _processes(self) -> dict[int, RankProcess]:
-        """Return the processes of this node that can write their stacks."""
-        return {
-            rank: RankProcess(page.pid, rank_file(self._private, rank, STACK))
-            for rank, page in read_pages(self._private).items()
-            if _leads_session(page.pid)
-        }
+        """Return the processes of this node that can dump their stacks."""
+        found = dict[int, RankProcess]()
+        for rank, page in read_pages(self._private).items():
+            if _leads_session(page.pid):
+                found[rank] = RankProcess(page.pid, rank_file(self._private, rank, STACK))
+        return found
 
     def _inspect(self) -> dict[int, Inspection]:
         found = inspect(self._processes())
         if Path(self._config.job.dump_folder, self._config.comm.save_traces_folder).exists():
-            time.sleep(2 * BEAT_SECONDS)  # on GPUs the ranks write what collectives they recorded
+            time.sleep(2 * BEAT_SECONDS)  # GPU ranks are writing their flight records
         return found
 
     def _kill_ranks(self) -> None:
-        """Kill the ranks of a hang: one that is stopped takes no other signal, and to others
-        SIGTERM is a request.
+        """Kill the ranks that hang: a stopped one takes no other signal, and for the others SIGTERM
+        is a request to save.
         """
         for pid, *_ in self._processes().values():
             kill_group(pid)
@@ -246,21 +257,24 @@ class Node:
     # ---------------------------------------------------------------- settle
 
     def settle(self, ended: Ended) -> Verdict:
-        """Show how the attempt ended here, and return the verdict on it."""
+        """Report how the attempt ended here, and return the verdict on it."""
         number = self.attempt
         self._board.put(ended=ended)
-        is_killed = bool(ended.early and ended.over)
+        seconds = None
+        if ended.early and ended.over:  # killed
+            seconds = OVER_SECONDS
         verdict = None
         try:
             decision = self._wait(
-                lambda decision: decision.attempt > number or decision.is_final,
-                OVER_SECONDS if is_killed else None,
+                lambda decision: decision.attempt > number or decision.is_final, seconds
             )
             verdict = decision.verdict
         except (RunFailed, TimeoutError):
             if not ended.early:
                 raise
-        verdict = verdict or Verdict(ended.early.code if ended.early else FAILED, early=ended.early)
+        if not verdict:
+            code = ended.early.code if ended.early else FAILED
+            verdict = Verdict(code, early=ended.early)
         if verdict.code is not None:
             self._leave()
         elif self.rank == 0:
@@ -269,8 +283,8 @@ class Node:
         return verdict
 
     def leave(self, ended: Ended) -> None:
-        """Show, as far as a few seconds allow, that this launcher ends, and why, unless its ranks
-        have left early.
+        """Tell the others that this launcher ends, and why, unless its ranks have left early; take
+        only seconds.
         """
         own = self._board.own.ended
         if not own or not own.early:
@@ -279,10 +293,11 @@ class Node:
             self._leave()
 
     def _leave(self) -> None:
-        """Leave with the decision: node 0, whose store ends with it, after the others, who show it
-        by their last exchange.
+        """Leave the run. Node 0 leaves last, since its store ends with it; the others show in their
+        last exchange that they have left.
         """
-        board, exchanges = self._board, self._board.exchanges
+        board = self._board
+        exchanges = self._board.exchanges
         if self._decider:
             board.put(left=True)
         with suppress(RunFailed, TimeoutError):
@@ -302,12 +317,16 @@ class Node:
     # ---------------------------------------------------------------- the board
 
     def _end_board(self) -> None:
-        """End the exchanges when the process exits; a signal ends only the wait for the last."""
+        """End the exchanges when the process exits; a signal only cuts the wait for the last one
+        short.
+        """
         with suppress(Signaled):
             self._board.end()
 
     def _waits_for(self) -> str:
-        """Return whom this launcher waits for, and how long, as far as another one is missing."""
+        """Return which missing node this launcher waits for, and for how long; otherwise an empty
+        string.
+        """
         host, port = self.address
         if self._board.problem:
             most = f"{self._config.fault.rejoin_seconds} s (fault.rejoin_seconds)"
@@ -328,16 +347,24 @@ class Node:
     ) -> Decision:
         """Return the first decision that meets a condition.
 
-        Raise RunFailed if node 0 does not answer, TimeoutError if the time is over.
+        Raise RunFailed if node 0 does not answer, TimeoutError when the time is up.
         """
-        board, began = self._board, time.monotonic()
-        board.is_waiting, said_at, said = True, began, ""
+        board = self._board
+        began = time.monotonic()
+        board.is_waiting = True
+        said_at = began
+        said = ""
         try:
-            while not condition(decision := board.decision):
+            while True:
+                decision = board.decision
+                if condition(decision):
+                    return decision
                 self._check()
-                now, words = time.monotonic(), self._waits_for()
+                now = time.monotonic()
+                words = self._waits_for()
                 if words not in ("", said) and now > said_at + SAY_SECONDS:
-                    said_at, said = now, words
+                    said_at = now
+                    said = words
                     say(f"titanlite: waiting for {words}")
                 is_gone = isinstance(board.problem, Gone)
                 if board.problem and (
@@ -347,14 +374,14 @@ class Node:
                 if seconds is not None and time.monotonic() > began + seconds:
                     raise TimeoutError
                 time.sleep(0.02)
-            return decision
         finally:
             board.is_waiting = False
 
 
 def _listen(nodes: Nodes) -> dist.TCPStore:
     """Return the store of node 0."""
-    host, port = nodes.master_addr, nodes.master_port
+    host = nodes.master_addr
+    port = nodes.master_port
     raise_file_limit()
     try:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
@@ -364,9 +391,11 @@ def _listen(nodes: Nodes) -> dist.TCPStore:
 
 
 def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
-    """Return node 0's store, retrying while it may be too early."""
-    host, port = nodes.master_addr, nodes.master_port
-    began, is_told = time.monotonic(), False
+    """Return node 0's store; retry while node 0 may still be starting."""
+    host = nodes.master_addr
+    port = nodes.master_port
+    began = time.monotonic()
+    is_told = False
     limit = f"{seconds:g} s (comm.init_timeout_seconds)"
     while True:
         try:
@@ -374,7 +403,8 @@ def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
             store.set_timeout(timedelta(seconds=seconds))
             return store
         except (dist.DistError, RuntimeError, OSError) as error:
-            waited, reason = time.monotonic() - began, getattr(error, "strerror", "")
+            waited = time.monotonic() - began
+            reason = getattr(error, "strerror", "")
             reason = (reason or first_line(error)).lower()
             if not is_told and (waited > SAY_SECONDS or isinstance(error, socket.gaierror)):
                 is_told = True
@@ -389,7 +419,7 @@ def _connect(nodes: Nodes, seconds: float) -> dist.TCPStore:
 
 
 def _leads_session(pid: int) -> bool:
-    """Return whether this is still a worker, which leads a session of its own."""
+    """Return whether this process is still a worker: workers lead their own sessions."""
     with suppress(ProcessLookupError, PermissionError):
         return os.getsid(pid) == pid
     return False

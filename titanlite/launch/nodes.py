@@ -1,8 +1,8 @@
 """The nodes of a job and this node's processes and GPUs, read from the environment and the driver.
 No torch.
 
-Reads three families of variables: plain ones (NNODES NODE_RANK MASTER_ADDR MASTER_PORT), Kubeflow's
-PET_*, SLURM_*."""
+Three families of variables are understood: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT;
+Kubeflow's PET_*; SLURM_*."""
 
 import os
 import re
@@ -35,18 +35,18 @@ class Nodes:
     master_addr: str
     master_port: int
     source: str
-    """The variables that this was read from."""
+    """The variables that describe the nodes."""
     spare: int = 0
-    """The number that waits to take the places of lost ones."""
+    """Number of nodes that wait to replace lost ones."""
 
     @property
     def training(self) -> int:
-        """Return the number that trains."""
+        """Return the number of nodes that train."""
         return self.count - self.spare
 
 
 def find_nodes(environ: Mapping[str, str], spare: int = 0) -> Nodes:
-    """Return the nodes that the environment announces, by default this one only; `spare` of them do
+    """Return the nodes described by the environment, by default only this one; `spare` of them do
     not train.
     """
     nodes = _announced_nodes(environ)
@@ -60,9 +60,11 @@ def find_nodes(environ: Mapping[str, str], spare: int = 0) -> Nodes:
 
 def _announced_nodes(environ: Mapping[str, str]) -> Nodes:
     if environ.get("NNODES"):
-        source, prefix = "NNODES, NODE_RANK, MASTER_ADDR", ""
+        source = "NNODES, NODE_RANK, MASTER_ADDR"
+        prefix = ""
     elif environ.get("PET_NNODES"):
-        source, prefix = "PET_*", "PET_"
+        source = "PET_*"
+        prefix = "PET_"
     elif (
         read_number(environ, "SLURM_NNODES", 1) > 1
         or read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
@@ -73,7 +75,10 @@ def _announced_nodes(environ: Mapping[str, str]) -> Nodes:
     count = read_number(environ, f"{prefix}NNODES", 1)
     if count == 1:
         return Nodes(1, 0, "127.0.0.1", 0, source)
-    host, port = _split_endpoint(environ.get("PET_RDZV_ENDPOINT", "") if prefix else "")
+    endpoint = ""
+    if prefix:
+        endpoint = environ.get("PET_RDZV_ENDPOINT", "")
+    host, port = _split_endpoint(endpoint)
     addr = (environ.get(f"{prefix}MASTER_ADDR") or environ.get("MASTER_ADDR") or host).strip("[]")
     several = f"{prefix}NNODES={count}, but"
     if not addr:
@@ -99,14 +104,16 @@ def _announced_nodes(environ: Mapping[str, str]) -> Nodes:
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return the host and the port, if any, of HOST:PORT; with a port, an IPv6 address stands in
-    brackets.
+    """Return host and port of HOST:PORT; the port may be missing, and an IPv6 address with a port
+    is in brackets.
     """
     if endpoint.startswith("["):
         host, _, port = endpoint[1:].partition("]")
         return host, port.removeprefix(":")
-    host, _, port = endpoint.partition(":") if endpoint.count(":") == 1 else (endpoint, "", "")
-    return host, port
+    if endpoint.count(":") == 1:
+        host, _, port = endpoint.partition(":")
+        return host, port
+    return endpoint, ""
 
 
 def _slurm_nodes(environ: Mapping[str, str]) -> Nodes:
@@ -132,24 +139,31 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     if "CUDA_VISIBLE_DEVICES" in environ:
         listed = [part.strip() for part in environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return len([part for part in listed if part and part != "-1"])
-    device_files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    # WSL has no files.
-    return len(device_files or [uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])
+    device_files = []
+    for path in Path("/dev").glob("nvidia*"):
+        if path.name[6:].isdigit():
+            device_files.append(path)
+    if device_files:
+        return len(device_files)
+    # WSL has no device files.
+    return len([uuid for uuid in _query_gpus("uuid") if uuid.startswith("GPU-")])
 
 
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU; None if unknown."""
-    sizes = [
-        int(mebibytes) << 20 for mebibytes in _query_gpus("memory.total") if mebibytes.isdigit()
-    ]
+    sizes = []
+    for mebibytes in _query_gpus("memory.total"):
+        if mebibytes.isdigit():
+            sizes.append(int(mebibytes) << 20)
     return min(sizes, default=None)
 
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the oldest GPU; None if unknown."""
-    versions = [
-        text.split(".") for text in _query_gpus("compute_cap") if re.fullmatch(r"\d+\.\d+", text)
-    ]
+    versions = []
+    for text in _query_gpus("compute_cap"):
+        if re.fullmatch(r"\d+\.\d+", text):
+            versions.append(text.split("."))
     return min(((int(major), int(minor)) for major, minor in versions), default=None)
 
 
@@ -159,7 +173,7 @@ def gpu_name() -> str:
 
 
 def _query_gpus(field: str) -> list[str]:
-    """Return a field of each GPU from the driver; torch would allocate some of their memory."""
+    """Return a field of each GPU from the driver; asking torch would allocate GPU memory."""
     try:
         return ask_driver(f"--query-gpu={field}", "--format=csv,noheader,nounits").splitlines()
     except UserError as error:
@@ -174,11 +188,15 @@ def find_device(choice: str, environ: Mapping[str, str]) -> tuple[str, int]:
     gpus = 0 if choice == "cpu" else count_gpus(environ)
     if choice == "cuda" and not gpus:
         hidden = environ.get("CUDA_VISIBLE_DEVICES")
-        why = "there is no /dev/nvidia*" if hidden is None else f'CUDA_VISIBLE_DEVICES="{hidden}"'
+        why = "there is no /dev/nvidia*"
+        if hidden is not None:
+            why = f'CUDA_VISIBLE_DEVICES="{hidden}"'
         raise UserError(
             f'job.device = "cuda", but this node has no GPU ({why}); on the CPU: --job.device cpu'
         )
-    device = "cuda" if choice == "cuda" or (choice == "auto" and gpus) else "cpu"
+    device = "cpu"
+    if choice == "cuda" or (choice == "auto" and gpus):
+        device = "cuda"
     processes = count_processes(environ, device, gpus)
     if device == "cuda" and processes > gpus:
         raise UserError(
@@ -194,22 +212,23 @@ def worker_environment(nodes: Nodes, processes: int, environ: Mapping[str, str])
     defaults = {
         THREADS: threads_each(processes),
         "PYTHONUNBUFFERED": "1",
-        # what a stopped loader leaves, the system frees
+        # the system frees what a stopped loader leaves behind
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     }
     if nodes.count == 1:  # a laptop's host name need not resolve
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {LAUNCHED: str(os.getpid())} | {
-        name: value for name, value in defaults.items() if name not in environ
-    }
+    added = {LAUNCHED: str(os.getpid())}
+    for name, value in defaults.items():
+        if name not in environ:
+            added[name] = value
+    return added
 
 
 THREADS = "OMP_NUM_THREADS"
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Environment variable that lets torch count GPUs without the driver, which survives no fork."""
+"""Makes torch count GPUs without starting the driver, which does not survive a fork."""
 ONLY_IMPORTS = {ASK_NVML: "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Variables of a process that only imports torch, to be forked: numpy's library would start threads
-too."""
+"""Variables for a process that imports torch only to be forked; OpenBLAS would start threads."""
 
 
 def threads_each(processes: int) -> str:
@@ -218,8 +237,8 @@ def threads_each(processes: int) -> str:
 
 
 def prepare_imports(processes: int, environ: MutableMapping[str, str]) -> set[str]:
-    """Set what workers read when they import torch, for a process that they are forked from; return
-    the variables that are for these imports only.
+    """Set the variables that torch reads when imported, in a process from which workers are forked;
+    return the names of those that are for these imports only.
     """
     set_defaults(environ)
     environ.setdefault(THREADS, threads_each(processes))
@@ -232,7 +251,7 @@ def check_gpus(device: str) -> None:
     """Raise if torch can't use this node's GPUs."""
     import torch
 
-    if device == "cuda" and not in_a_fork(has_usable_gpu):  # it starts the driver
+    if device == "cuda" and not in_a_fork(has_usable_gpu):  # the driver must not start here
         raise UserError(
             f"this node has GPUs, but torch {torch.__version__} can't use them: "
             "torch.cuda.is_available() is false; on the CPU: --job.device cpu"
@@ -240,7 +259,7 @@ def check_gpus(device: str) -> None:
 
 
 def has_usable_gpu() -> bool:
-    """Return whether torch can use a GPU, which starts the driver in this process."""
+    """Return whether torch can use a GPU; starts the driver in this process."""
     import torch
 
     os.environ.pop(ASK_NVML, None)
@@ -248,12 +267,14 @@ def has_usable_gpu() -> bool:
 
 
 def describe_start(nodes: Nodes, device: str, processes: int) -> str:
-    """Return the number of processes to start, and the variables it comes from."""
-    count = (
-        f"{processes} process{'es' if processes > 1 else ''} "
-        f"on the {'GPUs' if device == 'cuda' else 'CPU'}"
-    )
-    reason = "from NGPU" if os.environ.get("NGPU") else "NGPU sets another number"
-    spare = f", {nodes.spare} spare" if nodes.spare else ""
-    node = f"; NODE_RANK {nodes.rank} ({nodes.count} nodes{spare}; from {nodes.source})"
-    return f"{count} ({reason}){node if nodes.count > 1 else ''}"
+    """Return the number of processes to start, and the variables that set it."""
+    noun = "process" if processes == 1 else "processes"
+    place = "GPUs" if device == "cuda" else "CPU"
+    reason = "NGPU sets another number"
+    if os.environ.get("NGPU"):
+        reason = "from NGPU"
+    text = f"{processes} {noun} on the {place} ({reason})"
+    if nodes.count > 1:
+        spare = f", {nodes.spare} spare" if nodes.spare else ""
+        text += f"; NODE_RANK {nodes.rank} ({nodes.count} nodes{spare}; from {nodes.source})"
+    return text

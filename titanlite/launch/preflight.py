@@ -1,4 +1,4 @@
-"""Check this machine for a job before any worker is started; every problem is named at once."""
+"""Check this machine for a job before any worker starts; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from titanlite.runtime.bucket import BucketError
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.registry import Rule
+    from titanlite.parallel.build import Table
     from titanlite.train.prepared import Prepared
 
 Check = Callable[..., Any]
-"""Calls a function with arguments and, if it raises a UserError, records the message."""
+"""Calls a function with arguments, and records the message of a UserError."""
 
 _PYTHON_AND_TORCH = 400 << 20
-"""Bytes of a rank's own without a model; one of debug.toml had 460 MB in all, torch 2.14."""
+"""Bytes of a rank without a model; with debug.toml's, a rank had 460 MB in all (torch 2.14)."""
 
 
 def check_machine(
@@ -44,8 +44,8 @@ def check_machine(
     first_node: bool = True,
     entries: Mapping[str, Entry] = {},
 ) -> Prepared:
-    """Return what the checks have opened and built; raise a UserError that names all that this
-    machine lacks for the job. `entries` has the origins of values.
+    """Return what the checks have opened and built; raise a UserError that lists everything this
+    machine lacks for the job. `entries` has the origins of the config's values.
     """
     from titanlite.optim import check_trained
     from titanlite.parallel import float8, replicated, tensor_parallel
@@ -53,7 +53,8 @@ def check_machine(
     from titanlite.train.prepared import Prepared
 
     prepared = Prepared()
-    problems, faults = list[str](), list[ConfigFault]()
+    problems = list[str]()
+    faults = list[ConfigFault]()
 
     def check(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -67,17 +68,19 @@ def check_machine(
     check(check_gpus, device)
     if not problems:
         _check_without_model(check, job, device, prepared)
-        check(_check_bucket, job.config)  # of each node: they may share no folder
+        check(_check_bucket, job.config)  # on each node: each has its own network and credentials
         if first_node:
             check(check_start, job.config, job)
-        if built := check(build_model, job):
+        built = check(build_model, job)
+        if built:
             prepared.model = model, table = built
             check(check_trained, model, job.config.optimizer.no_decay)
             check(tensor_parallel.check, model, table, job.layout.tp)
             check(replicated.kept_whole, job, table)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
-            if parts := check(_stages_alone, job, model):
+            parts = check(_stages_alone, job, model)
+            if parts:
                 check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
             if job.config.training.offload_folder:
                 check(_check_disk, job, processes)
@@ -96,14 +99,15 @@ def _raise_any(job: Job, problems: list[str], faults: list[ConfigFault]) -> None
 
 
 def rank_bytes(job: Job, device: str, processes: int) -> int | None:
-    """Return the memory of a rank for parameters and optimizer state; None if unknown."""
+    """Return the memory that a rank has for parameters and optimizer state; None if unknown."""
     from titanlite.observe.memory import machine_bytes
 
     if device == "cuda" and not job.config.training.enable_cpu_offload:
         return gpu_bytes()
     machine = machine_bytes()
     if machine < processes * _PYTHON_AND_TORCH:
-        need, most = format_bytes(processes * _PYTHON_AND_TORCH), machine // _PYTHON_AND_TORCH
+        need = format_bytes(processes * _PYTHON_AND_TORCH)
+        most = machine // _PYTHON_AND_TORCH
         raise UserError(
             f"memory: {processes} processes need {need} before they have a model, and this machine "
             f"has {format_bytes(machine)}; at most {most} (NGPU)"
@@ -112,15 +116,18 @@ def rank_bytes(job: Job, device: str, processes: int) -> int | None:
 
 
 def file_faults(loaded: Loaded) -> list[ConfigFault]:
-    """Return the faults of an invalid config's data and start, found without its model."""
+    """Return the faults in an invalid config's data sets and starting checkpoint, found without its
+    model.
+    """
     from titanlite.data.documents import require_folder
     from titanlite.data.sources import find_documents
     from titanlite.data.tokenizer import is_model_alone, load_tokenizer
 
-    config, found = loaded.config, list[ConfigFault]()
+    config = loaded.config
+    found = list[ConfigFault]()
     assets = config.model.hf_assets_path
     checks = list[tuple[Any, ...]]()
-    if not is_url(assets) and not is_model_alone(Path(assets)):  # which token shards allow
+    if not is_url(assets) and not is_model_alone(Path(assets)):  # token shards may need no more
         checks.append((load_tokenizer, assets))
     for section, part in _datasets(config):
         if is_streamed(part.dataset):
@@ -141,36 +148,43 @@ def file_faults(loaded: Loaded) -> list[ConfigFault]:
 
 
 def _fault(error: UserError, entries: Mapping[str, Entry], key: str = "") -> ConfigFault:
-    """Return a fault of the data with the origin of its value; `key` is for an error without."""
-    entry = entries.get(error.key.partition(" entry ")[0])  # of a mixture
-    return ConfigFault(error.key or key, error.why, error.value, entry.origin if entry else "")
+    """Return a data fault with the origin of its value; `key` is for an error that has none."""
+    entry = entries.get(error.key.partition(" entry ")[0])  # a mixture's entries have one origin
+    origin = entry.origin if entry else ""
+    return ConfigFault(error.key or key, error.why, error.value, origin)
 
 
 def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
-    """Return what a run reads, each with its section."""
+    """Return the data sets of a run, each with its section."""
     parts: list[tuple[str, Any]] = [*config.training.places]
-    return [*parts, ("validation", config.validation)] if config.validation.enable else parts
+    if config.validation.enable:
+        return [*parts, ("validation", config.validation)]
+    return parts
 
 
 def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
-    """Open a data set, and prepare only chats; return a notice about it, if any."""
+    """Open a data set; return a notice about it, if any. Text that would take long to tokenize is
+    not read.
+    """
     from titanlite.data.shards import ShardSource
     from titanlite.data.sources import find_documents, open_source
     from titanlite.data.stream import open_stream
     from titanlite.data.tokenizer import ByteTokenizer
 
-    name, path = dataset.dataset, dataset.dataset_path
+    name = dataset.dataset
+    path = dataset.dataset_path
     if is_streamed(name):
         open_stream(key, name, path, job.config.training.text_key)
         return ""
-    training, tokenizer = job.config.training, prepared.tokenizer
+    training = job.config.training
+    tokenizer = prepared.tokenizer
     place = key, name, path
     raw_type = training.dataloader.token_dtype
     opening = *place, tokenizer, job.shape.vocab_size, training.text_key, raw_type
     documents = find_documents(*place, training.text_key)
     if documents:
         are_bytes = isinstance(tokenizer, ByteTokenizer) and documents.are_plain
-        if tokenizer and (are_bytes or name == "chat"):  # else it may take hours
+        if tokenizer and (are_bytes or name == "chat"):  # other text may take hours
             prepared.sources[place] = open_source(*opening)
         return documents.notice
     source = open_source(*opening)
@@ -193,7 +207,8 @@ def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared
     if opened:
         prepared.tokenizer = opened[0]
     for section, dataset in _datasets(config):
-        if notice := check(_open_dataset, section, dataset, job, prepared):
+        notice = check(_open_dataset, section, dataset, job, prepared)
+        if notice:
             say(f"titanlite: {notice}")
         if opened and dataset.dataset != "tokens":
             purpose = f'{section}.dataset = "{dataset.dataset}"'
@@ -201,26 +216,26 @@ def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared
     check(compile.check_backend, config.compile)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
-    elif (
-        device == "cuda" and config.training.document_mask
-    ):  # FlexAttention is compiled in any case
-        check(_check_triton, "training.document_mask")
+    elif device == "cuda" and config.training.document_mask:
+        check(_check_triton, "training.document_mask")  # FlexAttention is always compiled
     prepared.converters = check(build_converters, job) or ()
     if config.quantize.linear.float8.enable:
-        check(float8.check_device, job, device, gpu_capability() if device == "cuda" else None)
+        capability = gpu_capability() if device == "cuda" else None
+        check(float8.check_device, job, device, capability)
     check(require_sinks, config)
 
 
 def _check_dump_folder(folder: Path) -> None:
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path)
-    )
-    try:  # os.access is wrong about /proc and about refusals of a file server
+    existing = folder.absolute()
+    while not os.path.exists(existing):
+        existing = existing.parent
+    try:  # os.access is wrong about /proc and about file servers that refuse
         with tempfile.TemporaryDirectory(dir=existing, prefix=".titanlite-") as probe:
             Path(probe, "byte").write_bytes(b"0")
     except OSError as error:
-        # Of /proc the reason would be "No such file or directory".
-        reason = f" ({error.strerror})" * (error.errno != errno.ENOENT)
+        reason = ""
+        if error.errno != errno.ENOENT:  # misleading, but what /proc answers
+            reason = f" ({error.strerror})"
         why = f"nothing can be written in {existing}{reason}"
         raise UserError(f'job.dump_folder = "{folder}": {why}') from None
     metrics = folder / METRICS
@@ -241,8 +256,8 @@ def _check_bucket(config: JobConfig) -> None:
 
 
 def _check_triton(key: str) -> None:
-    """Check for what Triton 3.6 to 3.9 compiles its launchers with; it would fail in the first
-    step.
+    """Check for the compiler and headers that Triton 3.6 to 3.9 needs for its launchers; without
+    them the first step would fail.
     """
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         remedy = "install gcc or clang, or let CC name a compiler"
@@ -256,7 +271,7 @@ def _check_triton(key: str) -> None:
 
 
 def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
-    """Return the parts of every pipeline rank; raise UserError if one cannot run without the rest
+    """Return the stages of every pipeline rank; raise UserError if one cannot run without the rest
     of the model.
     """
     import torch
@@ -282,10 +297,10 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _check_memory(
-    job: Job, parts: list[list[nn.Module]], table: dict[str, Rule], available: int | None
+    job: Job, parts: list[list[nn.Module]], table: Table, available: int | None
 ) -> None:
-    """Compare a rank's share of parameters, gradients and optimizer state with its memory in bytes,
-    if known.
+    """Raise if a rank's share of parameters, gradients and optimizer state exceeds its memory in
+    bytes, if that is known.
     """
     from titanlite.parallel.build import build_meta_model
     from titanlite.planner.rehearse import static_bytes
@@ -297,49 +312,53 @@ def _check_memory(
         return
     static = static_bytes(job)
     first = static["parameters"] + static["gradients"]
-    first += 0 if job.config.training.offload_folder else static["optimizer"]
-    # Of the other pipeline ranks only the stages are counted, as if they were split evenly.
+    if not job.config.training.offload_folder:
+        first += static["optimizer"]
+    # For the other pipeline ranks, assume that their stages are split evenly.
     per_rank = max(first, *(size * job.layout.pp // job.layout.model_shards for size in sizes))
     if per_rank <= available:
         return
     fitting = []
     for flavor in job.spec.flavors:
         smaller, smaller_table = build_meta_model(job.spec, job.spec.configure(flavor, {}))
-        if (
-            _state_size(job, [smaller], smaller_table, element_size) // job.layout.model_shards
-            <= available
-        ):
+        size = _state_size(job, [smaller], smaller_table, element_size)
+        if size // job.layout.model_shards <= available:
             fitting.append(flavor)
-    of = f"{'one' if job.layout.pp > 1 else 'each'} of the {job.layout.model_shards}"
+    which = "one" if job.layout.pp > 1 else "each"
+    has = format_bytes(available)
+    if job.config.training.enable_cpu_offload:
+        has += " of host memory"
+    remedy = f"≥ {-(-total // available)} such ranks, or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
+    if fitting:
+        remedy += f", or with --model.flavor {' or '.join(fitting)}"
     raise UserError(
         f"memory: parameters, gradients and optimizer state need {format_bytes(total)} in total, "
-        f"{format_bytes(per_rank)} on {of} ranks that share them, "
-        f"and a rank has {format_bytes(available)}"
-        f"{' of host memory' * job.config.training.enable_cpu_offload}\n"
-        f"      would fit on ≥ {-(-total // available)} such ranks, "
-        f"or ≥ {-(-total // (60 << 30))} 80-GB GPUs"
-        + (f", or with --model.flavor {' or '.join(fitting)}" if fitting else "")
+        f"{format_bytes(per_rank)} on {which} of the {job.layout.model_shards} ranks that share "
+        f"them, and a rank has {has}\n"
+        f"      would fit on {remedy}"
     )
 
 
 def _check_disk(job: Job, processes: int) -> None:
-    """Raise unless training.offload_folder has room for the optimizer state of a node's ranks."""
+    """Raise unless training.offload_folder has room for this node's optimizer state."""
     from titanlite.optim.nvme import reserve
     from titanlite.planner.rehearse import static_bytes
 
     reserve(job.config.training.offload_folder, processes * static_bytes(job)["optimizer"]).close()
 
 
-def _state_size(job: Job, parts: list[nn.Module], table: dict[str, Rule], element_size: int) -> int:
+def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: int) -> int:
     """Return the bytes that training keeps of parts of a model, with parameters of `element_size`
     bytes.
     """
     from titanlite.optim import optimizer_bytes, trained_parameters
 
-    # gradients as well
-    elements = sum(
-        p.numel() * (2 if p.requires_grad else 1) for part in parts for p in part.parameters()
-    )
+    elements = 0
+    for part in parts:
+        for parameter in part.parameters():
+            elements += parameter.numel()
+            if parameter.requires_grad:  # its gradient
+                elements += parameter.numel()
     if job.config.training.offload_folder:
         return elements * element_size
     groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())

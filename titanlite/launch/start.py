@@ -1,8 +1,10 @@
-"""Look at what a run starts from, before its workers start."""
+"""Check what a run starts from, before its workers start."""
 
 from titanlite.checkpoint.manifest import (
     CorruptCheckpoint,
+    committed,
     faults,
+    is_complete,
     is_foreign,
     read_manifest,
     step_folder,
@@ -19,23 +21,26 @@ from titanlite.runtime.store import LocalPath
 
 
 def check_start(config: JobConfig, job: Job | None = None) -> None:
-    """Raise if the start checkpoint is missing or damaged, by its manifest and sizes; without a job
-    of Hugging Face's folders only if they are missing.
+    """Raise if the checkpoint to start from is missing or damaged, judging by its manifest and file
+    sizes, or lies where no run looks. Without a job, a folder of another format is only checked for
+    existence.
     """
     settings = config.checkpoint
     steps, path = times(config) if settings.enable else {}, LocalPath(settings.initial_load_path)
     if settings.enable and settings.load_step != -1:
         if in_bucket(config):
-            return  # it is looked for there
+            return  # the workers look for it there
         root = checkpoint_root(config)
         require_step(root, settings.load_step, sorted(steps))
         _require_complete(
             "checkpoint.load_step", step_folder(root, settings.load_step), resumable=True
         )
     elif is_url(settings.initial_load_path) or is_url(saved_root(path)):
-        return  # no bucket is opened here
+        return  # buckets are not opened here
     elif settings.initial_load_path and not steps:
-        newest = path if settings.initial_load_in_hf else newest_of(path)
+        newest = path
+        if not settings.initial_load_in_hf:
+            newest = newest_of(path)
         if not settings.initial_load_in_hf and not is_foreign(newest):
             resumable = not settings.initial_load_model_only
             _require_complete("checkpoint.initial_load_path", newest, resumable)
@@ -47,6 +52,17 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
                 raise UserError(f"{path} does not exist")
         except UserError as error:
             raise UserError(f"{error}", "checkpoint.initial_load_path") from None
+    elif settings.enable and not steps and not in_bucket(config):
+        _refuse_misplaced(LocalPath(config.job.dump_folder), checkpoint_root(config))
+
+
+def _refuse_misplaced(folder: Place, root: Place) -> None:
+    """Raise if steps were copied next to the folder that a run looks in: it would start over."""
+    whole = [step for step in committed(folder) if is_complete(step_folder(folder, step))]
+    if whole:
+        found = step_folder(folder, whole[-1])
+        why = f"{found} is a checkpoint, and a run looks for its own in {root}: move it there, or "
+        raise UserError(f"{why}give another folder", "job.dump_folder")
 
 
 def _open_foreign(job: Job, path: LocalPath) -> None:
@@ -59,7 +75,8 @@ def _open_foreign(job: Job, path: LocalPath) -> None:
         HuggingFaceFolder(path, job.spec, job.model_config, settings.exclude_from_loading)
     else:
         found = TorchTitanCheckpoint(path, job.spec, job.model_config)
-        _ = settings.initial_load_model_only or found.progress
+        if not settings.initial_load_model_only:
+            _ = found.progress  # raises if it is missing
 
 
 def _require_complete(key: str, folder: Place, resumable: bool) -> None:

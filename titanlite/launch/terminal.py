@@ -1,5 +1,5 @@
-"""The launcher's terminal: the log lines of the chosen ranks as they are written, and one live line
-of progress.
+"""The launcher's terminal: log lines of the chosen ranks as they are written, and a live progress
+line.
 """
 
 import errno
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from titanlite.errors import columns
 from titanlite.observe.console import colored, shortened, timed, untimed
-from titanlite.observe.metrics import format_duration
+from titanlite.observe.sinks import format_duration
 from titanlite.runtime.rank_files import FAILED_MARK
 
 NOTICES = "launcher.log"
@@ -22,19 +22,20 @@ NOTICES = "launcher.log"
 
 
 class Follower:
-    """Reads the complete new lines of a growing file, which may not exist yet."""
+    """Reads new complete lines of a growing file, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, ""
+        self._path = path
+        self._offset = 0
+        self._rest = ""
 
     def lines(self, last: bool = False) -> list[str]:
-        """Return the lines since the last call; with `last`, also one without a newline at its
-        end.
-        """
+        """Return the lines since the last call; with `last`, also an unfinished one."""
         try:
             with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # a resumed run truncated it
-                    self._offset, self._rest = 0, ""
+                    self._offset = 0
+                    self._rest = ""
                 file.seek(self._offset)
                 text = self._rest + file.read()
                 self._offset = file.tell()
@@ -42,14 +43,13 @@ class Follower:
             return []
         *complete, self._rest = text.split("\n")
         if last and self._rest:
-            complete, self._rest = [*complete, self._rest], ""
+            complete = [*complete, self._rest]
+            self._rest = ""
         return complete
 
 
 class Terminal:
-    """Shows logs from a thread inside `with`; at its end everything written so far has been
-    shown.
-    """
+    """Shows logs from a thread while inside `with`, and the rest of them when leaving it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Terminal:
         color: bool,
         seconds: float = 0.1,
     ) -> None:
-        """Read the files every so many seconds."""
+        """Read the files every `seconds`."""
         self._seconds = seconds
         self._logs = {rank: Follower(path) for rank, path in logs.items()}
         self._metrics = Follower(metrics)
@@ -103,13 +103,16 @@ class Terminal:
 
             while not self._done.wait(self._seconds):
                 self._show(show)
-                if record := self.last_record:
+                record = self.last_record
+                if record:
                     left = (self._steps - record["step"]) * record["step_seconds"]
                     eta = format_duration(record.get("eta_seconds") or left)
-                    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+                    loss = "not finite"
+                    if record["loss"] is not None:
+                        loss = f"{record['loss']:.4f}"
                     title = f"step {record['step']}/{self._steps}"
                     text = f"eta {eta}  loss {loss}"
-                    if console.width >= 80:  # the line of the step has it too
+                    if console.width >= 80:  # each step's log line has it too
                         text += f"  {record['tps']:,.0f} tokens/s per device"
                     progress.update(task, completed=record["step"], description=title, text=text)
             self._show(show, last=True)
@@ -117,20 +120,20 @@ class Terminal:
     def _show(self, show: Any, last: bool = False) -> None:
         for rank, follower in self._logs.items():
             for line in map(untimed, follower.lines(last)):
-                if (
-                    line == FAILED_MARK
-                ):  # the launcher prints the error of the rank that failed first
+                if line == FAILED_MARK:  # the launcher prints the first failure itself
                     self._failed.add(rank)
                 if rank in self._failed:
                     continue
-                if line.startswith("no effect "):  # the launcher has printed its own
+                if line.startswith("no effect "):  # the launcher has printed this
                     continue
                 prefix = f"[rank {rank}] " if len(self._logs) > 1 else ""
                 if self._live:
                     line = shortened(line, columns() - len(prefix))
-                show(prefix + (colored(line) if self._color else line))
+                if self._color:
+                    line = colored(line)
+                show(prefix + line)
         for line in self._metrics.lines():
-            with suppress(ValueError):  # a resume may have put another file in its place
+            with suppress(ValueError):  # a resume may have replaced the file
                 record = json.loads(line)
                 if "loss" in record:
                     self.last_record = record
@@ -152,8 +155,8 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 @contextmanager
 def _console_may_close() -> Iterator[None]:
-    """Continue when the console is gone, as in `titanlite train | head` or after a logout: there
-    are log files.
+    """Continue if the console is gone, as in `titanlite train | head` or after a logout; log files
+    remain.
     """
     try:
         yield

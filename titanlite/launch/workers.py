@@ -1,8 +1,4 @@
-"""This node's workers: a process per rank, each in its own session and with its own log file. No
-torch.
-
-The launchers agree among themselves who takes part in an attempt, and the next one.
-"""
+"""This node's workers: one process per rank, each with its own session and log file. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titanlite.errors import RunFailed
-from titanlite.fault.inspection import process_state
+from titanlite.fault.inspection import POLL_SECONDS, process_state
 from titanlite.fault.stall import STOPPED
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
@@ -32,15 +28,14 @@ if TYPE_CHECKING:
 
 Process = subprocess.Popen[bytes] | Child
 NO_FORKS = "titanlite: ranks start as new interpreters: {}"
-POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 2
-"""From SIGINT to SIGKILL, and until a killed process is gone."""
+"""Time between SIGINT and SIGKILL, and for a killed process to disappear."""
 CRASHES = [
     -number
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 ]
-"""Exit codes that the launcher does not cause, also where a rank still wrote its core when others
-had failed.
+"""Exit codes that are never the launcher's doing, even if the rank ended after others had failed
+(it may have been writing its core).
 """
 
 
@@ -57,9 +52,9 @@ class Workers:
     """The workers of this node in one attempt."""
 
     argv: Sequence[str]
-    """The command line, for people who look at the processes; `config` is what counts."""
+    """The command line, shown in process lists; the workers read `config`."""
     config: str
-    """The resolved config, since the files that `argv` names may change."""
+    """The resolved config; the files named in `argv` may change."""
     ranks: range
     world: int
     address: tuple[str, int]
@@ -67,14 +62,14 @@ class Workers:
     folder: Path
     """The dump folder, for logs/rank-N.log."""
     private: Path
-    """For the config and the files of runtime/rank_files.py."""
+    """Folder for the config and the files of runtime/rank_files.py."""
     environ: Mapping[str, str]
     module: str = "titanlite.train"
     forks: ForkServer | None = None
-    """Starts workers without their imports; without one they are new interpreters."""
+    """Forks workers that need no imports; without it, each worker is a new interpreter."""
 
     def run(self, poll: Callable[[], None]) -> tuple[dict[int, Exit], RunFailed | None]:
-        """Run until all workers are done or one has failed; return the exits, and the error of
+        """Run until all workers are done or one has failed; return their exits, and the error of
         `poll` if that ended them. A signal raises Signaled."""
         (self.private / "config.toml").write_text(self.config, encoding="utf-8")
         _raise_on_signals()
@@ -109,16 +104,19 @@ class Workers:
             "GROUP_RANK": str(self.ranks.start // len(self.ranks)),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher of node 0 has it
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # node 0's launcher hosts it
             "TORCHELASTIC_ERROR_FILE": str(rank_file(self.private, rank, ERROR)),
             RESOLVED_CONFIG: str(self.private / "config.toml"),
         }
         variables = {**os.environ, **self.environ, **environ}
-        # Held back until its first line: an interpreter that starts would leave a traceback.
+        # Blocked until the worker handles it: a starting interpreter would print a traceback.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            with log.open("wb") as output:  # the worker joins its stdout to its stderr
-                return self._fork(variables, output) or subprocess.Popen(
+            with log.open("wb") as output:  # the worker redirects its stdout to its stderr
+                forked = self._fork(variables, output)
+                if forked:
+                    return forked
+                return subprocess.Popen(
                     [sys.executable, "-m", self.module, *self.argv],
                     env=variables,
                     stdout=subprocess.DEVNULL,
@@ -129,7 +127,7 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def _fork(self, variables: Mapping[str, str], output: BinaryIO) -> Process | None:
-        """Return a worker that was forked; None where that is not safe."""
+        """Return a forked worker, or None if forking is not safe."""
         if not self.forks or self.forks.fault:
             return None
         try:
@@ -144,11 +142,13 @@ class Workers:
 def fork_server(
     only_imports: set[str], task: Any = None, prepared: Prepared | None = None
 ) -> ForkServer | None:
-    """Return what forks workers from this process, as it is before it has threads; None where a
-    fork is not safe. Unset the variables that were for the imports only; the other arguments are
-    those of train.__main__.main.
+    """Return a server that forks workers from this process, which has no threads yet; None if
+    forking is not safe.
+
+    The variables that were only for the imports are unset; the other arguments are for
+    train.__main__.main.
     """
-    from titanlite.train import worker  # noqa: F401  (which each fork has then)
+    from titanlite.train import worker  # noqa: F401  (so that each fork has it)
     from titanlite.train.__main__ import main as work
 
     try:
@@ -163,9 +163,7 @@ def fork_server(
 
 
 def _raise_on_signals() -> None:
-    """Let signals raise Signaled, but for those that request a save and a stop, and SIGHUP below
-    nohup.
-    """
+    """Make signals raise Signaled, except those that request a stop, and SIGHUP under nohup."""
 
     def raise_signaled(number: int, _: Any) -> None:
         raise Signaled(number)
@@ -181,12 +179,17 @@ def _are_over(processes: Iterable[Process]) -> bool:
 
 
 def _end(processes: Mapping[int, Process], ending: signal.Signals) -> dict[int, Exit]:
-    """End the workers that still run, and processes forked by workers, such as data loaders; return
-    the exits.
+    """End the workers that are still running, and what they have forked, such as data loaders;
+    return the exits.
     """
-    running = {rank: process for rank, process in processes.items() if process.poll() is None}
+    running = {}
+    for rank, process in processes.items():
+        if process.poll() is None:
+            running[rank] = process
     now = time.time()
-    stopped = {rank: process_state(process.pid) == STOPPED for rank, process in running.items()}
+    stopped = {}
+    for rank, process in running.items():
+        stopped[rank] = process_state(process.pid) == STOPPED
     for number in (ending, signal.SIGKILL):
         for process in running.values():
             if process.poll() is None:
@@ -196,15 +199,15 @@ def _end(processes: Mapping[int, Process], ending: signal.Signals) -> dict[int, 
     for rank, process in processes.items():
         code = process.poll()
         ended = rank in running and code not in CRASHES
-        # Without a code it is held in the kernel; for a moment any process may be there.
+        # Without a code it is stuck in the kernel.
         exits[rank] = Exit(code, now, ended, ended and (stopped[rank] or code is None))
     _kill_groups([process.pid for process in processes.values()])
     return exits
 
 
 def _wait(processes: Iterable[Process]) -> None:
-    """Wait for processes, but not longer: a process that waits for a device in the kernel cannot be
-    ended.
+    """Wait for processes, but only for a while: one that waits for a device in the kernel cannot be
+    killed.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     for process in processes:
@@ -213,13 +216,11 @@ def _wait(processes: Iterable[Process]) -> None:
 
 
 def _kill_groups(groups: list[int]) -> None:
-    """Kill the remaining processes of groups, and wait for them: they may hold memory of the
-    GPU.
-    """
+    """Kill the remaining processes of groups, and wait for them, since they may hold GPU memory."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups and time.monotonic() < deadline:
         for group in groups:
-            with suppress(ChildProcessError):  # the launcher is the parent of what ranks have left
+            with suppress(ChildProcessError):  # orphans of ranks become the launcher's children
                 os.waitpid(-group, os.WNOHANG)
         groups = [group for group in groups if kill_group(group)]
         time.sleep(0.02)

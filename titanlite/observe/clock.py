@@ -1,6 +1,4 @@
-"""Times of the steps between two logged ones, their wait for data, and recompilations, as the host
-sees them.
-"""
+"""Step times, waits for data and recompilations between two logged steps, as seen by the host."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ class StepClock:
     logged.
 
     Nothing here waits for the device. On a GPU the host runs up to a step ahead, so a single time
-    may belong to the step before; a logged step ends together with the device, so sums are right.
+    may belong to the previous step; a logged step ends when the device does, so sums are correct.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -28,7 +26,8 @@ class StepClock:
 
     def restart(self) -> None:
         """Start an interval."""
-        self._step_start, self._data_wait = self._now(), 0.0
+        self._step_start = self._now()
+        self._data_wait = 0.0
         self._step_times: list[float] = []
 
     def step_done(self) -> None:
@@ -54,7 +53,8 @@ class StepClock:
 
         Graphs compiled in the first pause of a kind are expected; those compiled in later ones are
         recompilations."""
-        start, graphs = self._now(), compiled_graphs()
+        start = self._now()
+        graphs = compiled_graphs()
         yield
         self._step_start += self._now() - start
         if kind not in self._seen_pauses and self._expected_graphs is not None:

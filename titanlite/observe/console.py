@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 TIME = "%Y-%m-%d %H:%M:%S "
-"""Before each line of a log file."""
+"""Prefix of each line of a log file."""
 _TIME = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 _ANSI_COLORS = {
@@ -28,7 +28,7 @@ def rank_log(folder: Path, rank: int) -> Path:
 
 
 def timed(text: str, at: float | None = None) -> str:
-    """Return text as log files have it: each line after the time, in UTC."""
+    """Return text as in log files: with the time, in UTC, before each line."""
     begin = time.strftime(TIME, time.gmtime(at))
     return "\n".join(f"{begin}{line}" for line in text.split("\n"))
 
@@ -48,9 +48,9 @@ class Timed(logging.Formatter):
 def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> logging.Logger:
     """Return the logger of this rank.
 
-    Below titanlite's launcher it writes to standard output, which the launcher keeps in the rank's
-    log file. Below torchrun or srun (not `launched`) it writes the log file itself, and to the
-    console on `shown` ranks."""
+    Under titanlite's launcher it writes to standard output, which the launcher redirects to the
+    rank's log file. Under torchrun or srun (not `launched`) it writes the log file itself, and to
+    the console on `shown` ranks."""
     log = logging.Logger(f"titanlite.rank{rank}", logging.INFO)
     console = logging.StreamHandler(sys.stdout)
     files: list[logging.Handler] = [console]
@@ -67,7 +67,7 @@ def open_log(dump_folder: Path, rank: int, launched: bool, shown: bool) -> loggi
 
 
 def colored(line: str) -> str:
-    """Return a step's line with a color for each field; any other line unchanged."""
+    """Return a step's line with a color for each field; leave other lines unchanged."""
     if not line.startswith("step:"):
         return line
     return re.sub(
@@ -76,7 +76,7 @@ def colored(line: str) -> str:
 
 
 def shortened(line: str, width: int) -> str:
-    """Return a step's line without the last fields that exceed the width; any other line
+    """Return a step's line without trailing fields that exceed the width; leave other lines
     unchanged.
     """
     if not line.startswith("step:"):

@@ -14,7 +14,7 @@ REMEDY = (
 
 
 def machine_bytes() -> int:
-    """Return the machine's memory, or the part of it that this container may use."""
+    """Return the machine's memory, or this container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -22,7 +22,7 @@ def machine_bytes() -> int:
 
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
-    """Return the peak of allocated memory of a GPU, or of a CPU process's resident set, in GiB and
+    """Return the peak of a GPU's allocated memory, or of a CPU process's resident set, in GiB and
     in percent.
     """
     if device.type == "cuda":
@@ -30,7 +30,8 @@ def peak_memory(device: torch.device) -> tuple[float, float]:
         total = torch.cuda.get_device_properties(device).total_memory
     else:
         unit = 1 if sys.platform == "darwin" else 1024
-        peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, machine_bytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        total = machine_bytes()
     return peak / GIB, 100 * peak / total
 
 
@@ -52,13 +53,14 @@ def memory_tags(device: torch.device) -> dict[str, float]:
 
 
 def retries_warning(retries: float, reported: float) -> str:
-    """Return a warning if the GPU's allocator had to flush its cache to find memory since that was
-    reported, which synchronizes the device; else an empty string.
+    """Return a warning if the GPU's allocator has flushed its cache to find memory since the last
+    report, which synchronizes the device; otherwise an empty string.
     """
     added = retries - reported
     if added <= 0:
         return ""
+    noun = "flush" if added == 1 else "flushes"
     return (
-        f"GPU memory nearly full: {added:.0f} allocator cache flush{'es' * (added > 1)} "
+        f"GPU memory nearly full: {added:.0f} allocator cache {noun} "
         f"since the last logged step (each synchronizes the device); {REMEDY}"
     )

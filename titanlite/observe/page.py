@@ -1,7 +1,4 @@
-"""Tables, as text or on a page: one HTML file that needs no other, no network and no script.
-
-page.html has the style.
-"""
+"""Tables, as text or on a page: one self-contained HTML file without scripts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +11,16 @@ from titanlite.errors import UserError, format_table
 
 @dataclass(frozen=True)
 class Number:
-    """A number with its exact value, shown in a unit with so many digits; nan is a dash."""
+    """An exact number, shown in a unit with a number of digits; nan is shown as a dash."""
 
     value: float
     digits: int = 0
     unit: float = 1
 
     def __str__(self) -> str:
-        return "-" if self.value != self.value else f"{self.value / self.unit:,.{self.digits}f}"
+        if self.value != self.value:
+            return "-"
+        return f"{self.value / self.unit:,.{self.digits}f}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Table:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str | Number]]
-    """Those of a column are all texts or all numbers."""
+    """The cells of a column are either all texts or all numbers."""
     assumed: Sequence[str] = ()
     note: str = ""
 
@@ -41,13 +40,15 @@ class Table:
             lines.append(
                 format_table([[*map(str, row)] for row in self.rows], self.header, align, indent=2)
             )
-        lines += [f"  {self.note}"] if self.note else []
-        lines += ["  assumed:", *(f"    {text}" for text in self.assumed)] if self.assumed else []
+        if self.note:
+            lines.append(f"  {self.note}")
+        if self.assumed:
+            lines += ["  assumed:", *(f"    {text}" for text in self.assumed)]
         return "\n".join(lines)
 
 
 def write_html(path: Path, title: str, body: str) -> None:
-    """Write a page whose body is HTML already."""
+    """Write a page with an HTML body."""
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     text = template.substitute(title=escape(title), body=body)
     try:
@@ -57,7 +58,7 @@ def write_html(path: Path, title: str, body: str) -> None:
 
 
 def html_table(table: Table, picture: str = "") -> str:
-    """Return a table below its title and a picture, numbers with their exact values."""
+    """Return a table below its title and a picture; numbers carry their exact values."""
 
     def cell(value: str | Number) -> str:
         shown = escape(f"{value}")

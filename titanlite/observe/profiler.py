@@ -1,8 +1,8 @@
 """Chrome traces and memory snapshots of a rank, at the steps that [profiling] selects.
 
-Disabled, it starts and writes nothing. The code of a step names its phases with torch's
-record_function, which costs 6 microseconds without a profiler and shows the names to other
-profilers too."""
+If disabled, nothing is started or written. The code of a step names its phases with torch's
+record_function, which costs 6 microseconds without a profiler; other profilers show the names
+too."""
 
 import warnings
 from pathlib import Path
@@ -15,32 +15,39 @@ from titanlite.runtime.torch_private import dump_memory_snapshot, record_memory_
 
 
 class Profiler:
-    """A context around the steps after step `done`, the last one of the checkpoint; call `step`
-    after each.
-    """
+    """A context around the steps after step `done`, the last in the checkpoint.
+
+    Call `step` after each."""
 
     def __init__(self, settings: Profiling, folder: Path, rank: int, done: int) -> None:
-        self._settings, self._rank, self._done = settings, rank, done
+        self._settings = settings
+        self._rank = rank
+        self._first = self._done = done
         self._records_memory = settings.enable_memory_snapshot
         self._traces = folder / settings.save_traces_folder
         self._snapshots = folder / settings.save_memory_snapshot_folder
         self._profile: profile | None = None
         if settings.enable_profiling:
             self._profile = profile(
-                # Torch counts this run's steps from 1; it is at 0 before the first.
-                schedule=lambda step: (
-                    action(settings, done + step) if step else ProfilerAction.NONE
-                ),
+                schedule=self._schedule,
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
-            # Each trace holds its own steps only, as intended.
+            # As intended, each trace only has its own steps.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+
+    def _schedule(self, step: int) -> ProfilerAction:
+        """Return the action in a step, which torch counts from this start on; 0 is before the
+        first.
+        """
+        if not step:
+            return ProfilerAction.NONE
+        return action(self._settings, self._first + step)
 
     def __enter__(self) -> "Profiler":
         if self._profile:
             self._profile.start()
-            self._profile.step()  # into the first step
+            self._profile.step()  # enters the first step
         if self._records_memory:
             record_memory_history(True)
         return self
@@ -71,10 +78,11 @@ class Profiler:
 
 
 def action(settings: Profiling, step: int) -> ProfilerAction:
-    """Return the profiler's action in a step of the job: a trace ends with every
-    profile_freq-th.
+    """Return the profiler's action in a step of the job; a trace ends at every profile_freq-th
+    step.
     """
-    active, warmup = settings.profiler_active, settings.profiler_warmup
+    active = settings.profiler_active
+    warmup = settings.profiler_warmup
     return schedule(wait=settings.profile_freq - warmup - active, warmup=warmup, active=active)(
         step - 1
     )

@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar in a terminal, elsewhere a line every ten seconds."""
+"""Progress of a long command, on stderr: a bar in a terminal, else a line every ten seconds."""
 
 import threading
 import time
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from titanlite.errors import format_bytes, print_notice
-from titanlite.observe.metrics import format_duration
+from titanlite.observe.sinks import format_duration
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Shows how much is done, and of how much."""
+"""Shows how much is done, and the total."""
 LINE_SECONDS = 10
 
 
@@ -21,14 +21,15 @@ def _texts(title: str, unit: str, began: float) -> Callable[[int, int, float], s
 
     def text(done: int, total: int, now: float) -> str:
         nonlocal first
-        first = done if first < 0 else first  # what an earlier run had done took no time
+        if first < 0:  # work done by an earlier run took no time in this one
+            first = done
         return title + describe(done, total, done - first, now - began, unit)
 
     return text
 
 
 def progress_lines(say: Callable[[str], object], title: str, unit: str) -> Progress:
-    """Return a function that says progress in a unit every ten seconds."""
+    """Return a function that prints progress every ten seconds."""
     shown = time.monotonic()
     text = _texts(title, unit, shown)
 
@@ -45,7 +46,7 @@ def progress_lines(say: Callable[[str], object], title: str, unit: str) -> Progr
 
 @contextmanager
 def progress_bar(unit: str, title: str = "") -> Iterator[Progress]:
-    """Yield a function that shows progress in a unit: in a terminal a bar, elsewhere lines."""
+    """Yield a function that shows progress: a bar in a terminal, lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -60,7 +61,8 @@ def progress_bar(unit: str, title: str = "") -> Iterator[Progress]:
         console=console,
         transient=True,
     ) as bar:
-        task, text = bar.add_task("", total=None), _texts(title, unit, time.monotonic())
+        task = bar.add_task("", total=None)
+        text = _texts(title, unit, time.monotonic())
 
         def show(done: int, total: int) -> None:
             line = text(done, total, time.monotonic())
@@ -71,8 +73,9 @@ def progress_bar(unit: str, title: str = "") -> Iterator[Progress]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say every ten seconds for how long this has taken: for work whose length is unknown."""
-    began, over = time.monotonic(), threading.Event()
+    """Print every ten seconds how long this has taken, for work of unknown length."""
+    began = time.monotonic()
+    over = threading.Event()
 
     def say() -> None:
         while not over.wait(LINE_SECONDS):
@@ -88,8 +91,10 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def describe(done: int, total: int, added: int, seconds: float, unit: str) -> str:
-    """Return how much is done, at what rate, and the time left."""
-    amount: Callable[[float], str] = format_bytes if unit == "bytes" else "{:,.4g}".format
+    """Return how much is done, the rate, and the time left."""
+    amount: Callable[[float], str] = format_bytes
+    if unit != "bytes":
+        amount = "{:,.4g}".format
     text = f"{amount(done)} of {amount(total)}"
     if unit != "bytes":
         text += f" {unit}"
@@ -104,7 +109,7 @@ def describe(done: int, total: int, added: int, seconds: float, unit: str) -> st
 def track(
     items: Iterable[T], total: int, unit: str, size: Callable[[T], int] = lambda _: 1
 ) -> Iterator[T]:
-    """Yield the items, and show how much of them is done."""
+    """Yield the items, and show the progress through them."""
     done = 0
     with progress_bar(unit) as show:
         for item in items:

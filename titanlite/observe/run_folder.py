@@ -1,4 +1,4 @@
-"""The dump folder of a run: archiving earlier runs in it, and the files that describe a run."""
+"""The dump folder of a run: archives of earlier runs, and the files that describe a run."""
 
 import json
 import platform
@@ -19,7 +19,8 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError
 from titanlite.version import __version__
 
-METRICS, RUN_ID = "metrics.jsonl", "run_id"
+METRICS = "metrics.jsonl"
+RUN_ID = "run_id"
 _WRITTEN_AT_START = ("logs", "config.toml", "environment.json")
 
 
@@ -27,31 +28,34 @@ def archive_previous_files(config: JobConfig, resumed: bool) -> Path | None:
     """Move an earlier run's files to previous/<time>/, and return that folder; None if there were
     none.
 
-    A resumed run appends to its metrics and traces. Folders of trackers stay: these have a path for
-    each run.
+    A resumed run keeps appending to its metrics and traces. Folders of trackers stay, since they
+    have a path for each run.
     """
-    dump_folder, profiling = Path(config.job.dump_folder), config.profiling
+    dump_folder = Path(config.job.dump_folder)
+    profiling = config.profiling
     appended = (
         config.metrics.save_tb_folder,
         profiling.save_traces_folder,
         profiling.save_memory_snapshot_folder,
     )
-    names = _WRITTEN_AT_START if resumed else (*_WRITTEN_AT_START, METRICS, RUN_ID, *appended)
+    names = _WRITTEN_AT_START
+    if not resumed:
+        names = (*_WRITTEN_AT_START, METRICS, RUN_ID, *appended)
     paths = [dump_folder / name for name in names if (dump_folder / name).exists()]
     if not paths:
         return None
     marks = "environment.json", "logs/rank-*.log", f"{config.checkpoint.folder}/step-*"
     if not any(path for mark in marks for path in dump_folder.glob(mark)):
-        foreign = (
-            f'job.dump_folder = "{config.job.dump_folder}" '
-            f"has {', '.join(path.name for path in paths)}"
+        found = ", ".join(path.name for path in paths)
+        raise UserError(
+            f'job.dump_folder = "{config.job.dump_folder}" has {found}, '
+            "which no run wrote and a run would move; use another folder"
         )
-        raise UserError(f"{foreign}, which no run wrote and a run would move; use another folder")
     return new_archive_folder(dump_folder, paths)
 
 
 def new_archive_folder(dump_folder: Path, paths: Iterable[Path] = ()) -> Path:
-    """Make and return a folder previous/<time>, with the files that are moved there."""
+    """Create previous/<time>, move the files there, and return it."""
     start = archive = dump_folder / "previous" / time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 1
     while archive.exists():
@@ -88,14 +92,14 @@ def describe_environment(job: Job, seed: int, device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute."""
+    """Return the versions of Python and of the packages that affect numbers."""
     installed = {name: version(name) for name in ("torch", "torchdata", "numpy")}
     return {"python": platform.python_version(), "titanlite": __version__, **installed}
 
 
 @cache
 def git_revision() -> str | None:
-    """Return the revision of the checkout that runs, marked if files differ from it; None outside a
+    """Return the git revision of this code, marked if files differ from it; None outside a
     checkout.
     """
 
@@ -106,7 +110,9 @@ def git_revision() -> str | None:
     try:
         if not git("ls-files", __file__):
             return None  # installed inside another project's checkout
-        changed = git("status", "--porcelain", ":/titanlite", ":/models")
-        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+        revision = git("rev-parse", "HEAD")
+        if git("status", "--porcelain", ":/titanlite", ":/models"):
+            revision += " with changes"
+        return revision
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None

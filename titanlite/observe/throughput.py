@@ -1,4 +1,4 @@
-"""FLOPs of a model and peaks of devices: counted or from a table, never guessed."""
+"""FLOPs of a model, counted, and peak rates of devices, from a table; nothing is guessed."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,9 @@ def peak_tflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     known = recognize(torch.cuda.get_device_name(device), memory=None)
-    return hardware_table()["gpu"][known]["peaks"]["bfloat16"] if known else None
+    if known:
+        return hardware_table()["gpu"][known]["peaks"]["bfloat16"]
+    return None
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,17 @@ class TokenFlops:
     """Training FLOPs of a token, without recomputation."""
 
     products: int
-    """With parameters."""
+    """FLOPs of products with parameters."""
     attention: int
     blocks: int
-    """How many have a backward pass: below the first that is trained there is none."""
+    """Blocks with a backward pass; there is none below the first trained parameter."""
     again: int
-    """Products of these blocks' forward pass, which full recomputation repeats."""
+    """Products in the forward pass of these blocks, which full recomputation repeats."""
     attention_again: int
 
     @property
     def total(self) -> int:
-        """Return all of them."""
+        """FLOPs of products and attention."""
         return self.products + self.attention
 
 
@@ -46,14 +48,16 @@ def flops_per_token(
     blocks: str,
 ) -> TokenFlops:
     """Count 2 for each parameter that multiplies a token, 2 more if it is trained, and 2 more if
-    the gradient goes on below it: to a parameter before it, or in its block.
+    the gradient continues below it: to an earlier parameter, or one of the same block.
 
     An embedding is looked up, not multiplied, unless it is the output layer as well.
     """
     named = [*parameters]
     some_trained = any(parameter.requires_grad for _, parameter in named)
-    products = again = backwards = 0
-    is_below = False  # something that is trained
+    products = 0
+    again = 0
+    backwards = 0
+    is_below = False  # whether an earlier parameter is trained
     for place, group in groupby(named, lambda item: _place(item[0], blocks)):
         members = [*group]
         is_block = place.endswith(".")
@@ -66,7 +70,8 @@ def flops_per_token(
             forward = 2 * round(parameter.numel() * rule.active)
             onward = some_trained if rule.tied else goes_on
             products += forward * (1 + parameter.requires_grad + onward)
-            again += forward * (is_block and goes_on)
+            if is_block and goes_on:
+                again += forward
         backwards += is_block and goes_on
         is_below = is_below or is_trained
     attention = 2 * shape.heads * 2 * shape.head_dim * seq_len
@@ -75,6 +80,6 @@ def flops_per_token(
 
 
 def _place(name: str, blocks: str) -> str:
-    """Return the block of a parameter, with a dot behind it, or its own name."""
+    """Return the block of a parameter, followed by a dot, or the parameter's name."""
     block = re.match(rf"{re.escape(blocks)}\.\d+\.", name)
     return block[0] if block else name

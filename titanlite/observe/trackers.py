@@ -1,5 +1,5 @@
-"""Sinks by name: trackers of experiments, and those of other packages. Each has a thread of its
-own, so that one that fails or hangs neither stops nor slows training.
+"""Sinks by name: experiment trackers, and sinks of other packages. Each has its own thread, so that
+one that fails or hangs neither stops nor slows training.
 """
 
 import logging
@@ -15,23 +15,23 @@ from pkgutil import resolve_name
 from titanlite.config.schema import KEYS, JobConfig, nested
 from titanlite.config.section import value_of
 from titanlite.errors import UserError, first_line, install_command
-from titanlite.observe.metrics import Values
 from titanlite.observe.run_folder import RUN_ID
+from titanlite.observe.sinks import Values
 from titanlite.registry import SinkSpec, get_sink
 
 PROJECT = "titanlite"
 START_SECONDS = 30
 """The longest wait for a tracker to start, before the first step of a run."""
 END_SECONDS = {"finished": 60, "stopped": 10, "failed": 5}
-"""The longest wait for it at the end: a scheduler or a restart waits too."""
+"""The longest wait for a tracker at the end, while a scheduler or a restart is waiting too."""
 
 Tracker = tuple[Callable[..., object], Callable[[Values], object], Callable[[str], object]]
 """Three functions: log(numbers under TensorBoard's names, step=N), summarize(values), and
-finish(state), which is "finished", "stopped" or "failed". Steps never go back. A tracker's summary
-has the last numbers without our help.
+finish(state), where state is "finished", "stopped" or "failed". Steps never go back. Trackers put
+the last numbers in their summaries themselves.
 
-A function makes them from the config by dotted keys, and the run's id, 32 hexadecimal digits that a
-resumed run keeps. All are called in one thread.
+A function creates them from the config, by dotted keys, and the run's id, 32 hexadecimal digits
+that a resumed run keeps. All are called in one thread.
 """
 
 
@@ -63,11 +63,13 @@ def mlflow(config: Values, run_id: str) -> Tracker:
         mlflow.start_run(run_name=folder.name, tags={"titanlite": run_id})
         values = [*config.items()]
         while values:
-            mlflow.log_params(dict(values[:100]))  # the most that a request may have
+            mlflow.log_params(dict(values[:100]))  # the limit of a request
             del values[:100]
 
     def log(tags: Values, step: int) -> None:
-        legal = {re.sub(r"[^\w./ :-]+", " ", tag).strip(): value for tag, value in tags.items()}
+        legal = {}
+        for tag, value in tags.items():
+            legal[re.sub(r"[^\w./ :-]+", " ", tag).strip()] = value
         mlflow.log_metrics(legal, step)
 
     states = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -75,37 +77,45 @@ def mlflow(config: Values, run_id: str) -> Tracker:
 
 
 class Background:
-    """A tracker as a sink: training never waits for it, but a short time at the start and the end.
+    """A tracker as a sink. Training waits for it only briefly, at the start and the end.
 
-    A run that begins ends if its tracker can't start; one that goes on does without."""
+    If a tracker can't start, a new run ends, and a resumed one continues without it."""
 
     def __init__(
         self, spec: SinkSpec, config: Values, run_id: str, log: logging.Logger, after: int
     ) -> None:
-        self._name, self._log, self._warned = spec.name, log, False
-        self._step, self._steps = after, config["training.steps"]
+        self._name = spec.name
+        self._log = log
+        self._warned = False
+        self._step = after
+        self._steps = config["training.steps"]
         self._thread = ThreadPoolExecutor(1)
         self._tracker = self._thread.submit(resolve_name(spec.build), config, run_id)
-        started = not after and wait([self._tracker], START_SECONDS).done
-        if started and (error := self._tracker.exception()):
-            remedy = spec.offline and f"; without a network: {spec.offline}"
-            raise UserError(f"the sink {spec.name} can't start: {first_line(error)}{remedy}")
+        if after or not wait([self._tracker], START_SECONDS).done:
+            return
+        error = self._tracker.exception()
+        if error:
+            why = f"the sink {spec.name} can't start: {first_line(error)}"
+            if spec.offline:
+                why += f"; without a network: {spec.offline}"
+            raise UserError(why)
 
     def write(self, step: int, tags: Values) -> None:
-        # A save may end later than the record of a step after it.
+        # A save may end after the record of a later step.
         self._step = last = max(step, self._step)
         self._call(lambda tracker: tracker[0](tags, step=last))
 
     def close(self, state: str = "") -> None:
-        """Send how the run ended."""
-        state = state or ("finished" if self._step >= self._steps else "stopped")
+        """Report how the run ended."""
+        if not state:
+            state = "finished" if self._step >= self._steps else "stopped"
         ending = {"state": state, "last_step": self._step}
         last = self._call(lambda tracker: (tracker[1](ending), tracker[2](state)))
         if wait([last], END_SECONDS[state]).not_done:
             self._log.warning(f"sink {self._name}: no answer; the last records may be lost")
 
     def _call(self, use: Callable[[Tracker], object]) -> Future[None]:
-        """Let the thread use the tracker; log the first error of many."""
+        """Use the tracker in its thread; only the first error is logged."""
 
         def call() -> None:
             try:
@@ -120,7 +130,8 @@ class Background:
 
 def open_trackers(config: JobConfig, log: logging.Logger, after: int) -> list[Background]:
     """Return the sinks that the config names."""
-    specs, file = require_sinks(config), Path(config.job.dump_folder, RUN_ID)
+    specs = require_sinks(config)
+    file = Path(config.job.dump_folder, RUN_ID)
     if specs and not file.exists():
         file.write_text(uuid.uuid4().hex)
     values = {key: value_of(config, key) for key in KEYS}
@@ -132,8 +143,11 @@ def require_sinks(config: JobConfig) -> list[SinkSpec]:
 
     A folder ./wandb, which W&B leaves behind, is not the package.
     """
-    settings, package = config.metrics, config.model.package
-    names = {*settings.sinks, *["wandb"] * settings.enable_wandb}
+    settings = config.metrics
+    package = config.model.package
+    names = {*settings.sinks}
+    if settings.enable_wandb:
+        names.add("wandb")
     specs = [get_sink(name, package) for name in names]
     for spec in specs:
         if not getattr(find_spec(spec.package), "origin", None):

@@ -11,8 +11,8 @@ from titanlite.optim.build import (
     build_optimizer,
     check_trained,
     groups,
-    implementation,
     optimizer_bytes,
+    optimizer_title,
     sgd,
     trained_parameters,
 )

@@ -1,9 +1,9 @@
 """Optimizer state in bfloat16, with stochastic rounding, for any torch optimizer.
 
 A step converts the state of a few parameters at a time to float32, and rounds the new state up or
-down at random so that the mean is right. (Rounded to nearest, a running mean stops moving once it
-changes by less than 1/256.) The random bits are a hash of seed, step, parameter name and index in
-the full tensor: the same on every mesh and after a resume.
+down at random so that its mean is unbiased. (Rounded to nearest, a running mean stops moving once
+it changes by less than 1/256.) The random bits are a hash of seed, step, parameter name and index
+in the full tensor: the same on every mesh and after a resume.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.runtime.determinism import derive_seed
 
 MAX_NUMEL = 1 << 26
-"""The most elements of a rank's parameters that have float32 state at one time."""
+"""The most elements of a rank's parameters whose state is in float32 at one time."""
 
 
 def chunk_by_numel(
@@ -39,8 +39,10 @@ def chunk_by_numel(
             start = number
             matrices = 0
             elements = 0
-        is_stack = parameter.dim() == 3  # a matrix for each expert
-        matrices += len(parameter) if is_stack else 1
+        if parameter.dim() == 3:  # a matrix for each expert
+            matrices += len(parameter)
+        else:
+            matrices += 1
         elements += numel
     if parameters:
         yield slice(start, len(parameters))
@@ -56,29 +58,31 @@ def _largest_shard(parameter: torch.Tensor) -> int:
 
 
 class BF16State(torch.optim.Optimizer):
-    """Wrap an optimizer and keep its state in bfloat16 between steps."""
+    """Wraps an optimizer and keeps its state in bfloat16 between steps."""
 
     takes_found_inf = True
     """The inner optimizer skips its steps, and rounding does not change bfloat16 values."""
     found_inf: torch.Tensor | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, seed: int, backend: str = "") -> None:
-        """With a backend of torch.compile, two tensors are rounded by one kernel instead of 40."""
+        """With a backend of torch.compile, one kernel instead of 40 rounds two tensors."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._seed = seed
         self._round: Callable[..., None] = _round
         if backend:
             self._round = torch.compile(_round, dynamic=True, backend=backend)
-        # Computed once: it is slow.
-        self._boxes = {p: box_of(p) for group in self.param_groups for p in group["params"]}
+        self._boxes = {}  # computed once, since box_of is slow
+        for group in self.param_groups:
+            self._boxes |= {parameter: box_of(parameter) for parameter in group["params"]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             parameters = group["params"]
-            names = group.get("param_names", [""] * len(parameters))
+            unnamed = [""] * len(parameters)
+            names = group.get("param_names", unnamed)
             for run in chunk_by_numel(parameters):
                 self._step(group, parameters[run], names[run])
 
@@ -94,7 +98,9 @@ class BF16State(torch.optim.Optimizer):
                 if _is_state_tensor(value):
                     value = value.to(copy.dtype)
                 inner.state[copy][key] = value
-        skipped = None if self.found_inf is None else self.found_inf > 0
+        skipped = None
+        if self.found_inf is not None:
+            skipped = self.found_inf > 0
         step_unless(skipped, inner)
         step = group.get("training_step", 0)
         for name, (parameter, copy) in zip(names, fp32.items(), strict=True):
@@ -111,7 +117,7 @@ class BF16State(torch.optim.Optimizer):
         stored = self.state[parameter]
         stored.update({k: value for k, value in state.items() if not _is_state_tensor(value)})
         tensors = {k: value for k, value in state.items() if _is_state_tensor(value)}
-        for key, value in tensors.items():  # in their order, which says who gets which bits
+        for key, value in tensors.items():  # their order decides which gets which bits
             if key not in stored:
                 stored[key] = torch.empty_like(value, dtype=torch.bfloat16)
         box = self._boxes.get(parameter) or box_of(parameter)
@@ -140,7 +146,7 @@ def _is_state_tensor(value: Any) -> bool:
 
 
 def _round(targets: list[Tensor], values: list[Tensor], starts: list[int], seed: int) -> None:
-    """Round at most two tensors of one region, which starts here in the full tensor."""
+    """Round at most two tensors of one region, which begins at `starts` in the full tensor."""
     box = [slice(start, start + size) for start, size in zip(starts, values[0].shape, strict=True)]
     bits = random_bits(box, seed, values[0].device)
     for number, (target, value) in enumerate(zip(targets, values, strict=True)):
@@ -150,7 +156,7 @@ def _round(targets: list[Tensor], values: list[Tensor], starts: list[int], seed:
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round each value to one of its two bfloat16 neighbors so that the mean is right.
+    """Round each value to one of its two bfloat16 neighbors so that the mean is unbiased.
 
     The low 16 of its random bits decide.
     """

@@ -1,8 +1,8 @@
 """Build the optimizer: the parameters it trains, those that decay, and the algorithm.
 
 An algorithm is a registered function from the trained parameters and the config to a torch
-optimizer. Before every step the trainer sets `lr` and `training_step` in each parameter group; it
-does nothing else to an optimizer.
+optimizer. Before every step the trainer sets `lr` and `training_step` in each parameter group, and
+nothing else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
 
 @dataclass(frozen=True)
 class TrainedParam:
-    """A parameter that is trained, and the properties that optimizers use."""
+    """A trained parameter, and the properties that optimizers use."""
 
     name: str
     parameter: nn.Parameter
@@ -42,7 +42,7 @@ class TrainedParam:
 
 
 def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
-    """Raise if nothing of the model is trained, or a `no_decay` pattern matches nothing trained."""
+    """Raise if no parameter is trained, or a `no_decay` pattern matches none that is."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise UserError("model.freeze leaves nothing to train")
@@ -95,8 +95,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names, with its state in optimizer.state_dtype.
 
-    It is in training.offload_folder, where that is set.
-    `stage` is the group of the ranks that share the parameters, None for all.
+    The state is in training.offload_folder if that is set. `stage` is the group of the ranks that
+    share the parameters, None for all.
     """
     spec = _spec(config)
     arguments: list[Any] = [trained, config]
@@ -106,15 +106,19 @@ def build_optimizer(
     if config.optimizer.state_dtype == "bfloat16":
         # The state of offloaded parameters is on the CPU, whose kernels need another compiler.
         is_compiled = config.compile.enable and not config.training.enable_cpu_offload
-        backend = config.compile.backend if is_compiled else ""
+        backend = ""
+        if is_compiled:
+            backend = config.compile.backend
         return BF16State(optimizer, seed, backend)
-    return OnDisk(optimizer, config) if config.training.offload_folder else optimizer
+    if config.training.offload_folder:
+        return OnDisk(optimizer, config)
+    return optimizer
 
 
 def groups(
     trained: Sequence[TrainedParam], settings: schema.Optimizer, **more: Any
 ) -> list[dict[str, Any]]:
-    """Return parameter groups with names, apart by weight decay; `more` goes into each."""
+    """Return parameter groups with names, separate by weight decay; `more` goes into each."""
     by_kind: dict[tuple[bool, bool], list[TrainedParam]] = {}
     for item in trained:  # one fused kernel cannot take sharded and plain tensors together
         is_sharded = isinstance(item.parameter, DTensor)
@@ -122,14 +126,18 @@ def groups(
     param_groups = []
     for (decays, _), members in sorted(by_kind.items(), reverse=True):
         params = [(item.name, item.parameter) for item in members]
-        weight_decay = settings.weight_decay if decays else 0.0
+        weight_decay = 0.0
+        if decays:
+            weight_decay = settings.weight_decay
         param_groups.append({"params": params, "weight_decay": weight_decay, **more})
     return param_groups or [{"params": [], **more}]  # a pipeline stage may have nothing to train
 
 
 def adam(trained: Sequence[TrainedParam], config: JobConfig) -> torch.optim.Optimizer:
     settings = config.optimizer
-    algorithm = torch.optim.AdamW if settings.name == "AdamW" else torch.optim.Adam
+    algorithm = torch.optim.Adam
+    if settings.name == "AdamW":
+        algorithm = torch.optim.AdamW
     return algorithm(groups(trained, settings), **adam_options(settings))
 
 
@@ -149,15 +157,23 @@ def adam_options(settings: schema.Optimizer) -> dict[str, Any]:
 
 
 def _flags(settings: schema.Optimizer) -> dict[str, bool]:
-    chosen = implementation(settings)
+    chosen = _implementation(settings)
     return {"fused": chosen == "fused", "foreach": chosen == "foreach"}
 
 
-def implementation(settings: schema.Optimizer) -> str:
+def _implementation(settings: schema.Optimizer) -> str:
     """Return the implementation that runs."""
     if settings.name == "SGD" and settings.implementation == "fused":
         return "foreach"  # torch 2.11 to 2.13 lack a fused SGD for sharded parameters
     return settings.implementation
+
+
+def optimizer_title(config: JobConfig) -> str:
+    """Return the optimizer's name, and the implementation that runs, if there is a choice."""
+    settings = config.optimizer
+    if "implementation" in _spec(config).unused:
+        return settings.name
+    return f"{settings.name} ({_implementation(settings)})"
 
 
 def optimizer_bytes(trained: Sequence[TrainedParam], config: JobConfig) -> int:

@@ -1,4 +1,4 @@
-"""One gradient norm over parameters on any mix of meshes, and clipping, without device waits."""
+"""One gradient norm over parameters on any mix of meshes, and clipping; no wait for the device."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,8 +11,8 @@ from torch.nn.utils import get_total_norm
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime.torch_private import foreach_mul_
 
-_ROW = 64  # elements of a gradient that are summed in float32
-_LARGE = 1 << 17  # elements from which norms of rows are faster than one norm in float64
+_ROW = 64  # elements of a gradient summed in float32
+_LARGE = 1 << 17  # from this many elements on, norms of rows are faster than one norm in float64
 
 
 def clip_grad_norm(
@@ -24,24 +24,25 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients to a global p-norm of at most `max_norm`.
 
-    Return the norm before, equal on all ranks. `pp` is the mesh over pipeline stages, which have
-    different parameters. `copies` are parameters that another stage counts: they are scaled, but
-    not counted again.
+    Return the norm before scaling, equal on all ranks. `pp` is the mesh over pipeline stages, which
+    have different parameters. `copies` are parameters that another stage counts: they are scaled,
+    but not counted again.
     """
     gradients = {
         parameter: parameter.grad for parameter in parameters if parameter.grad is not None
     }
-    # Tensors on different meshes cannot be stacked, and torch converts other placements one by one.
+    # Tensors on different meshes can't be stacked, and torch converts placements one by one.
     alike: dict[object, list[torch.Tensor]] = {}
     for parameter, gradient in gradients.items():
         if not any(parameter is copy for copy in copies):
             place = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
             alike.setdefault(place, []).append(gradient)
     norms = [_norm(tensors, p) for tensors in alike.values()]
-    # A stage may have no gradients, and then no type for their norm.
     device = pp.device_type if pp else None
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    own = torch.linalg.vector_norm(torch.stack(norms), p) if norms else zero
+    if norms:
+        own = torch.linalg.vector_norm(torch.stack(norms), p)
+    else:  # a stage may have no gradients
+        own = torch.zeros((), dtype=torch.float64, device=device)
     total = own
     if pp:
         total = _over(own.double().to(device), p, pp.get_group()).to(own)
@@ -49,8 +50,8 @@ def clip_grad_norm(
         return total
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if gradients:
-        # On local parts: for a list of DTensors on a mesh of three dimensions torch spends many
-        # seconds on finding how the result is sharded.
+        # On local parts: for a list of DTensors on a mesh of three dimensions torch needs many
+        # seconds to find out how the result is sharded.
         foreach_mul_([local_part(gradient) for gradient in gradients.values()], scale)
     return total
 
@@ -66,12 +67,13 @@ def _over(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
-    """Return the norm of gradients on one mesh with the same placements, on all of their ranks."""
+    """Return the norm of gradients with the same mesh and placements, on all of its ranks."""
     first = gradients[0]
     parts = [local_part(gradient) for gradient in gradients]
-    if p == float("inf"):  # torch refuses an empty shard, and all may be empty
-        maxima = [part.abs().max() for part in parts if part.numel()]
-        norm = torch.stack(maxima).max() if maxima else parts[0].new_zeros(())
+    if p == float("inf"):
+        maxima = [parts[0].new_zeros(())]  # all shards may be empty, and torch refuses those
+        maxima += [part.abs().max() for part in parts if part.numel()]
+        norm = torch.stack(maxima).max()
     elif first.device.type != "cpu" and first.dtype != torch.bfloat16:
         norm = get_total_norm(parts, p)
     else:
@@ -86,7 +88,7 @@ def _norm(gradients: list[torch.Tensor], p: float) -> torch.Tensor:
 def _exact_norm(part: torch.Tensor, p: float) -> torch.Tensor:
     """Return the norm of a plain tensor, in a type that holds the sum of its powers.
 
-    In bfloat16 a sum would have three digits. So would a sum in float32 of 2**24 powers on a CPU,
+    A sum in bfloat16 would have three digits; so would a sum of 2**24 powers in float32 on a CPU,
     which adds them one by one. A sum in float64 takes ten times as long; norms of rows in float32,
     summed in float64, are fast and exact to 1e-8.
     """

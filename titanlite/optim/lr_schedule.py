@@ -10,14 +10,14 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
 }
-"""The factor after a fraction of the decay."""
+"""The factor of the learning rate after a fraction of the decay."""
 
 
 def learning_rate(config: JobConfig, step: int) -> float:
     """Return the learning rate of a step: linear warm-up, plateau, decay towards the minimum.
 
     The first step is 1. The factors are TorchTitan's: the last step of the warm-up and the first of
-    the decay have the whole rate, and the minimum would be reached one step after the last.
+    the decay have the full rate, and the minimum would be reached one step after the last.
     """
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps

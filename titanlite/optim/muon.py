@@ -1,9 +1,10 @@
 """Muon: orthogonalize the momentum of a hidden matrix before adding it; AdamW for the rest.
 
-The algorithm is torch.optim.Muon's, but there each operation on a sharded matrix communicates.
-Here one rank owns a matrix: it gathers it once, orthogonalizes it, and sends each rank its part of
-the result. That is two all-to-alls for a batch of matrices, on any mesh. A batch has a matrix for
-every rank, if there are that many. A weight of experts is a stack of matrices, one of each expert.
+The algorithm is torch.optim.Muon's, in which each operation on a sharded matrix would communicate.
+Here one rank owns each matrix: it gathers the matrix once, orthogonalizes it, and sends each rank
+its part of the result. That takes two all-to-alls per batch of matrices, on any mesh. A batch has a
+matrix for every rank, if there are that many. A weight of experts is a stack of matrices, one for
+each expert.
 """
 
 import heapq
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
@@ -29,7 +30,7 @@ from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The quintic's, applied to the singular values: steep at 0, and near 1 after five iterations."""
+"""Of the quintic that maps the singular values: steep at 0, and near 1 after five iterations."""
 ITERATIONS = 5
 EPS = 1e-7
 
@@ -58,13 +59,13 @@ def muon(
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations in the matrix's own dtype."""
     a, b, c = COEFFICIENTS
-    is_tall = matrix.size(0) > matrix.size(1)
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=EPS)
+    if matrix.size(0) > matrix.size(1):
+        return orthogonalize(matrix.T).T
+    wide = matrix / matrix.norm().clamp(min=EPS)
     for _ in range(ITERATIONS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+    return wide
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Spread:
-    """A matrix, or a stack's matrix `number`, over the ranks of a group."""
+    """A matrix, or matrix `number` of a stack, spread over the ranks of a group."""
 
     weight: torch.Tensor
     number: int
     holders: Mapping[tuple[int, ...], Sequence[int]]
     """The ranks that hold each shard, by its coordinate in the mesh of the weight."""
     own: tuple[int, ...]
-    """Of this rank's shard."""
+    """The coordinate of this rank's shard."""
 
     def box(self, coordinate: tuple[int, ...]) -> Box:
         """Return the region of a shard."""
@@ -116,7 +117,7 @@ class Route:
 
 @dataclass(frozen=True)
 class RankPart:
-    """The part of this rank in a batch of matrices, which are numbered."""
+    """This rank's part in a batch of numbered matrices."""
 
     held: tuple[int, ...]
     """Matrices that this rank has a part of."""
@@ -149,7 +150,7 @@ class Muon(torch.optim.AdamW):
         own = [mesh.get_coordinate() if mesh else () for mesh in meshes]
         everyone = gather_objects(own, group)
         self._coordinates = dict(zip(meshes, zip(*everyone, strict=True), strict=True))
-        """Those of all ranks of the group, for each mesh of a weight."""
+        """The coordinates of all ranks of the group, on each mesh of a weight."""
         self._plans: dict[tuple[str, ...], RankPart] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -160,8 +161,9 @@ class Muon(torch.optim.AdamW):
         """Yield each matrix, or stack, with its name and its group."""
         for group in self.param_groups:
             if group["matrices"]:
-                # Nothing to train in a stage, or the probe of checkpoint/state.py.
-                names = group.get("param_names", [""] * len(group["params"]))
+                # Without names: a stage with nothing to train, or the probe of checkpoint/state.py.
+                unnamed = [""] * len(group["params"])
+                names = group.get("param_names", unnamed)
                 for name, weight in zip(names, group["params"], strict=True):
                     yield name, weight, group
 
@@ -185,11 +187,11 @@ class Muon(torch.optim.AdamW):
             local = local_part(weight)
             lr = group["lr"]
             local.mul_(1 - lr * group["weight_decay"])
-            # The root mean square of a usual AdamW step, so that one learning rate serves both.
+            # Scaled to the root mean square of a usual AdamW step: one learning rate fits both.
             local.add_(update, alpha=-lr * 0.2 * max(weight.shape[-2:]) ** 0.5)
 
     def _momentum(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the gradient with Nesterov momentum, in memory of its own."""
+        """Return this rank's part of the gradient with Nesterov momentum, in new memory."""
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight, requires_grad=False)
@@ -203,9 +205,10 @@ class Muon(torch.optim.AdamW):
         """Replace this rank's parts of weights by those of the orthogonalized matrices."""
         held: list[torch.Tensor] = []
         for part in parts:
-            if part.numel():
-                stack = part if part.dim() == 3 else part[None]
-                held.extend(stack)
+            if part.dim() == 3 and part.numel():
+                held.extend(part)
+            elif part.numel():
+                held.append(part)
         if self._ranks == 1 or "" in weights:
             for matrix in held:
                 matrix.copy_(orthogonalize(matrix))
@@ -230,24 +233,30 @@ class Muon(torch.optim.AdamW):
 
 
 def _mesh_of(weight: torch.Tensor) -> DeviceMesh | None:
-    return weight.device_mesh if isinstance(weight, DTensor) else None
+    if isinstance(weight, DTensor):
+        return weight.device_mesh
+    return None
 
 
 def _spreads(
     weight: torch.Tensor, coordinates: Sequence[Sequence[int]], rank: int
 ) -> Iterator[Spread]:
     """Yield where the matrices of a weight are; `coordinates` are those of all ranks."""
-    placements = weight.placements if isinstance(weight, DTensor) else ()
+    placements: Sequence[Placement] = ()
+    if isinstance(weight, DTensor):
+        placements = weight.placements
     holders: dict[tuple[int, ...], list[int]] = {}
     own = ()
     for holder, coordinate in enumerate(coordinates):
-        # Ranks that differ in a replicated dimension only hold the same shard.
+        # Ranks that differ only in a replicated dimension hold the same shard.
         parts = zip(coordinate, placements, strict=True)
         shard = tuple(0 if placement.is_replicate() else part for part, placement in parts)
         holders.setdefault(shard, []).append(holder)
         if holder == rank:
             own = shard
-    matrices = len(weight) if weight.dim() == 3 else 1
+    matrices = 1
+    if weight.dim() == 3:
+        matrices = len(weight)
     for number in range(matrices):
         yield Spread(weight, number, holders, own)
 
@@ -268,20 +277,23 @@ def _transfer(
 def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> RankPart:
     """Return the part of `rank` in a batch of matrices.
 
-    All ranks agree on the owners. An owner looks at all shards of its matrices, and a rank only at
-    its own of the others: a batch costs as much as it has matrices, and not that times the ranks.
+    All ranks agree on the owners. An owner looks at all shards of its matrices, and other ranks
+    only at theirs, so the cost grows with the matrices of a batch, not with matrices times ranks.
     """
     owners = owners_of([spread.weight.shape[-2:] for spread in spreads], ranks)
     gather = []
     scatter = []
     held = []
     for number, (spread, owner) in enumerate(zip(spreads, owners, strict=True)):
-        for coordinate in spread.holders if owner == rank else [spread.own]:
+        coordinates = [spread.own]
+        if owner == rank:
+            coordinates = [*spread.holders]
+        for coordinate in coordinates:
             box = spread.box(coordinate)
             if not _numel(box):
                 continue
             same = spread.holders[coordinate]
-            # Replicas are the mesh's outermost dimension and far apart: the owner's own sends.
+            # Replicas are the mesh's outermost dimension, so far apart: the owner's replica sends.
             sender = same[owner * len(same) // ranks]
             gather.append(Transfer(number, sender, owner, box))
             scatter += [Transfer(number, owner, holder, box) for holder in same]

@@ -1,10 +1,10 @@
 """Optimizer state in a file on a node's disk, streamed through memory in every step.
 
-A step goes through the parameters in pieces. Each of three threads reads the state of one, lets the
-optimizer update it, and writes it, past the page cache. The bits are those of the same optimizer in
-memory, whose kernels work in runs that no piece cuts.
+A step goes through the parameters in pieces. Each of three threads reads the state of a piece, lets
+the optimizer update it, and writes it back, bypassing the page cache. The result is bit-identical
+to the same optimizer in memory, since no piece cuts the runs in which its kernels work.
 
-Parameters stay in memory: every all-gather would read them again, in the forward and in the
+Parameters stay in memory, since every all-gather would read them again, in the forward and the
 backward pass of each micro-batch.
 """
 
@@ -31,16 +31,16 @@ from titanlite.parallel.dtensor import local_part, with_shard
 
 _KEY = "training.offload_folder"
 _PAGE = 4096
-"""Elements: a parameter begins at a multiple, since direct reads and writes are of whole pages."""
+"""A parameter begins at a multiple of this many elements, since direct I/O needs whole pages."""
 _NUMEL = _PAGE << 8
 """Elements of a piece; larger ones are not faster."""
 _THREADS = 3
 
 
 class OnDisk(torch.optim.Optimizer):
-    """Wrap an optimizer that updates in place, element by element; keep its state in a file.
+    """Wraps an optimizer that updates in place, element by element, and keeps its state in a file.
 
-    `state` has the tensors as maps of the file: for checkpoints, not for a step.
+    `state` has the tensors as maps of the file, for checkpoints only: steps read the file.
     """
 
     takes_found_inf = True
@@ -55,7 +55,9 @@ class OnDisk(torch.optim.Optimizer):
         self._lock = Lock()
         fresh = self._update(self.param_groups[0], torch.zeros(1), torch.zeros(1), {})
         self._keys = [key for key, value in fresh.items() if value.dim()]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = []
+        for group in self.param_groups:
+            parameters.extend(group["params"])
         dtype = getattr(torch, config.training.dtype)
         number = len(self._keys)
         size = (sum(map(_whole, parameters)) + _PAGE) * number
@@ -70,7 +72,7 @@ class OnDisk(torch.optim.Optimizer):
                 region = [n * dtype.itemsize for n in (row.storage_offset(), _whole(local))]
                 state[key].let_go = partial(mapped.madvise, mmap.MADV_DONTNEED, *region)
             rest = rest[:, _whole(local) :]
-        # Shared memory: a fork would move private pages away from under a direct read.
+        # Shared memory, since a fork would replace private pages during a direct read.
         memory = mmap.mmap(-1, _THREADS * number * _NUMEL * dtype.itemsize)
         self._slots = [*torch.frombuffer(memory, dtype=dtype).view(_THREADS, number, -1)]
 
@@ -85,10 +87,10 @@ class OnDisk(torch.optim.Optimizer):
                     numbers = {key: state[key] for key in state.keys() - self._keys}
                     tensors = parameter, parameter.grad, *[state[key] for key in self._keys]
                     cut = [local_part(tensor).view(-1).split(_NUMEL) for tensor in tensors]
-                    # An empty shard has one piece, since its steps count too.
+                    # An empty shard has one piece too, since its steps are counted.
                     pieces += [(group, state, numbers, *each) for each in zip(*cut, strict=True)]
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(self._stream, pieces))  # raises what a thread has met
+            list(threads.map(self._stream, pieces))  # raises a thread's error
 
     def _stream(self, piece: Any) -> None:
         """Update a piece of a parameter, in a thread."""
@@ -109,7 +111,10 @@ class OnDisk(torch.optim.Optimizer):
         part.grad = gradient
         self._inner.param_groups = [{**group, "params": [part]}]
         self._inner.state = defaultdict(dict, {part: state})
-        step_unless(None if self.found_inf is None else self.found_inf > 0, self._inner)
+        skipped = None
+        if self.found_inf is not None:
+            skipped = self.found_inf > 0
+        step_unless(skipped, self._inner)
         return state
 
     def _move(self, call: Any, kept: Any, slot: torch.Tensor) -> None:
@@ -124,19 +129,19 @@ class OnDisk(torch.optim.Optimizer):
             except OSError as error:
                 why = f"optimizer state cannot be read or written: {error.strerror}"
                 raise RunFailed(why, _KEY, self._folder) from None
-        # Of a checkpoint, or of everything where there is no O_DIRECT.
+        # Drops what a checkpoint has cached, or without O_DIRECT also what a step has.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _whole(tensor: torch.Tensor) -> int:
-    """Return the elements that a row of the file has for a tensor."""
+    """Return the elements that a row of the file reserves for a tensor."""
     return -(-local_part(tensor).numel() // _PAGE) * _PAGE
 
 
 def reserve(folder: str, size: int) -> Any:
-    """Return a file of so many bytes, which is read and written past the page cache.
+    """Return a file of `size` bytes, which bypasses the page cache.
 
-    It has no name, so that nothing is left of it when the process ends, however that comes.
+    It has no name, so that nothing is left of it however the process ends.
     """
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
@@ -149,7 +154,7 @@ def reserve(folder: str, size: int) -> Any:
                 raise OSError(0, f"{format_bytes(free)} are free")
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError:
-            file.close()  # else blocks that were reserved before it failed would stay
+            file.close()  # otherwise blocks reserved before the failure would stay
             raise
     except OSError as error:
         why = f"cannot hold {format_bytes(size)} of optimizer state: {error.strerror}"

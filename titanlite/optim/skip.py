@@ -1,4 +1,4 @@
-"""Conditionally skip an optimizer step: if a flag on the device is set, no bit changes.
+"""An optimizer step that leaves everything bit-identical if a flag on the device is set.
 
 torch's fused Adam and AdamW do so themselves, at no cost. Any other step is masked: copies of the
 parameters and of their state are kept while it runs. (With state in bfloat16 they are kept for a
@@ -14,7 +14,7 @@ from titanlite.parallel.dtensor import local_part
 
 
 def step_unless(skipped: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step that changes nothing where `skipped`, a boolean on the device, is true.
+    """Take a step that changes nothing if `skipped`, a boolean on the device, is true.
 
     None never skips.
     """
@@ -25,7 +25,9 @@ def step_unless(skipped: torch.Tensor | None, optimizer: torch.optim.Optimizer) 
         _masked_step(skipped, optimizer)
         return
     parameters = _parameters(optimizer)
-    device = parameters[0].device if parameters else skipped.device
+    device = skipped.device
+    if parameters:
+        device = parameters[0].device
     vars(optimizer)["found_inf"] = skipped.to(device, torch.float32)  # torch's own name
     try:
         optimizer.step()
@@ -34,9 +36,9 @@ def step_unless(skipped: torch.Tensor | None, optimizer: torch.optim.Optimizer) 
 
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer changes nothing where its attribute `found_inf` is 1.
+    """Return whether an optimizer changes nothing if its attribute `found_inf` is 1.
 
-    torch's own classes, not derived ones, do so when fused.
+    torch's classes, but not subclasses of them, do so when fused.
     """
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -58,14 +60,17 @@ def _masked_step(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> Non
             )
     for key, local in _tensors(optimizer).items():
         old = before.pop(key, None)
-        if old is None:  # state before its first step is zero, as for a checkpoint
+        if old is None:  # state that the first step creates was zero, as for a checkpoint
             old = torch.zeros_like(local)
-        # A step count may be on the host: then `skipped` waits for the device.
+        # A step count may be on the host: then moving `skipped` waits for the device.
         local.copy_(torch.where(skipped.to(local.device), old, local))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The parallelize layer: mesh, every technique in one fixed order, initial values, replica check.
+"""The parallelism layer: mesh, every technique in one fixed order, initial values, replica check.
 
 May import runtime, config, registry, layout and errors. Never imports the data, the
 optimizer, the loop or a model.

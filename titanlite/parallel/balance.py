@@ -12,18 +12,18 @@ from titanlite.runtime.distributed import gather_objects
 
 
 class ExpertLoad:
-    """The routers of this rank's parts."""
+    """Counts and balances the load of the routers in this rank's parts."""
 
     def __init__(self, parts: Sequence[nn.Module], context: Context) -> None:
         self.context = context
         self.routers = [*routers(*parts).values()]
         self.has_biases = any(router.bias is not None for router in self.routers)
         self.sums = torch.zeros(0)
-        """Of the last step, for each layer: every expert's choices, then the auxiliary loss."""
+        """The last step's sums for each layer: every expert's choices, then the auxiliary loss."""
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
-        """Move the biases, unless the step is skipped, and begin to count the next step."""
+        """Move the biases, unless the step is skipped, and start counting for the next step."""
         rows = []
         for router in self.routers:
             rows.append(torch.cat([router.counts.double(), router.auxiliary.double()[None]]))
@@ -43,15 +43,16 @@ class ExpertLoad:
     def load(self) -> dict[str, float]:
         """Return the spread of the last step's tokens, by the keys of metrics.jsonl.
 
-        A collective: all ranks must call it, and once a step.
+        It communicates: all ranks must call it, and only once a step.
         """
         if not self.context.job.shape.experts:
             return {}
         own = [0.0, 0.0, 0.0]
         if self.routers:
             own = self._load_of_stage()
-        pp = self.context.mesh.pp
-        pipeline_ranks = pp.get_group() if pp else None
+        pipeline_ranks = None
+        if self.context.mesh.pp:
+            pipeline_ranks = self.context.mesh.pp.get_group()
         stages = gather_objects(own, pipeline_ranks)
         worsts, idle, losses = zip(*stages, strict=True)
         return {

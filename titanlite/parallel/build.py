@@ -1,7 +1,7 @@
-"""The plain model on the meta device with its table; the Context of techniques; ties of parameters.
+"""The plain model on the meta device with its table; the Context of techniques; tied parameters.
 
-The table covers the whole model, so that names and patterns mean the same on a rank that holds a
-part of it.
+The table covers the whole model, so that names and patterns mean the same on a rank that holds only
+a part of it.
 """
 
 import re
@@ -21,11 +21,14 @@ from titanlite.registry import ModelSpec, Rule, assign
 if TYPE_CHECKING:
     from titanlite.parallel.mesh import Mesh
 
+Table = dict[str, Rule]
+"""The row of every parameter of a model."""
+
 
 class Converter(Protocol):
-    """Built with the Job on every rank.
+    """Swaps layers of a model; built with the Job on every rank.
 
-    Its method `apply(model, context)`, if there is one, is called instead of `convert`.
+    If it has a method `apply(model, context)`, that is called instead of `convert`.
     """
 
     def convert(self, model: nn.Module) -> list[str]:
@@ -37,11 +40,11 @@ class Converter(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The input of every technique, with a part of the model."""
+    """What every technique receives besides the model part."""
 
     job: Job
     mesh: "Mesh"
-    table: dict[str, Rule]
+    table: Table
     """The row of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
@@ -52,7 +55,7 @@ class Context:
         return {int(number): block for number, block in blocks.named_children()}
 
 
-def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
+def build_model(job: Job) -> tuple[nn.Module, Table]:
     """Return the whole model on the meta device and its table.
 
     It is in training.dtype, and model.freeze is applied.
@@ -66,9 +69,7 @@ def build_model(job: Job) -> tuple[nn.Module, dict[str, Rule]]:
     return model, table
 
 
-def build_meta_model(
-    spec: ModelSpec, flavor: Any, positions: int = 1
-) -> tuple[nn.Module, dict[str, Rule]]:
+def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, Table]:
     """Return a model on the meta device and the row of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)
@@ -81,14 +82,16 @@ def build_meta_model(
         return model, assign(rules, names, ties=shared_names(model))
     except UserError as error:
         code = getattr(spec.rules, "__code__", None)
-        where = f"\n  the table is in {code.co_filename}" if code else ""
+        where = ""
+        if code:
+            where = f"\n  the table is in {code.co_filename}"
         raise UserError(f"{error}{where}") from None
 
 
 def match_parameters(table: Mapping[str, Rule], key: str, patterns: Iterable[str]) -> list[str]:
-    """Return the parameters that a key's patterns match, by either name of a tie.
+    """Return the parameters that a key's patterns match; a tied one matches by either name.
 
-    Each pattern must match one.
+    Each pattern must match a parameter.
     """
     first_names: dict[str, str] = {}
     for name, rule in table.items():
@@ -109,7 +112,7 @@ def named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a part's parameters by their names in the table.
 
-    A part may hold only the second of a tie, which the table has under the name of the first.
+    A part may hold only the second name of a tie, which the table lists under the first.
     """
     first_names = {rule.tied: name for name, rule in table.items()}
     for name, parameter in part.named_parameters():
@@ -117,7 +120,7 @@ def named_parameters(
 
 
 def persistent_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint has, by name."""
+    """Return the buffers that a checkpoint stores, by name."""
     names = part.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in part.named_buffers() if name in names}
 
@@ -128,7 +131,7 @@ def layer_pattern(name: str, blocks: str) -> str:
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Map the second name of every parameter that two modules share to its first."""
+    """Map the second name of every parameter that two modules share to its first name."""
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     shared: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -139,7 +142,7 @@ def shared_names(model: nn.Module) -> dict[str, str]:
 
 
 def tie(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make each second name stand for the parameter of its first."""
+    """Make each second name refer to the parameter of the first."""
     for second, first in ties.items():
         module, _, attribute = second.rpartition(".")
         setattr(model.get_submodule(module), attribute, model.get_parameter(first))

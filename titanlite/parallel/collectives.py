@@ -1,5 +1,5 @@
-"""Exchanges between ranks: context parallel sends heads for tokens, expert parallel tokens,
-pipeline parallel gradients of ties, and Muon matrices.
+"""Exchanges between ranks: context parallel trades heads for tokens, expert parallel sends tokens,
+pipeline parallel the gradients of tied weights, and Muon matrices.
 """
 
 from typing import Any
@@ -15,18 +15,20 @@ def send_rows(
     send: list[int] | None = None,
     receive: list[int] | None = None,
 ) -> Tensor:
-    """Send rows to the ranks of a group, the same number to each without `send`.
+    """Send rows to the ranks of a group, equally many to each without `send`.
 
     Return the rows that arrive, without a gradient.
     """
-    count = sum(receive) if receive else len(rows)
+    count = len(rows)
+    if receive:
+        count = sum(receive)
     arrived = rows.new_empty(count, *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
     return arrived
 
 
 def swap(own: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """Send a tensor to a rank of the group; return the one that comes back, of the same size."""
+    """Send a tensor to a rank of the group, and return the one that it sends, of the same size."""
     theirs = torch.empty_like(own)
     send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)

@@ -1,7 +1,7 @@
-"""torch.compile of every block, as one graph; a block with experts is compiled by its parts without
-experts, and by the methods that the classes of the others name in `compiled_methods`.
+"""Compile every block as one graph. In a block with experts, compile the parts without experts, and
+of the others the methods that their classes list in `compiled_methods`.
 
-The forward method is compiled, not the module: names stay, and FSDP2's hooks stay outside the
+The forward method is compiled, not the module, so that names stay and FSDP2's hooks are outside the
 graph.
 """
 
@@ -19,7 +19,7 @@ from titanlite.runtime.torch_private import set_activation_memory_budget
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Compile the forward method of every block, within the activation memory budget if any."""
+    """Compile the forward method of every block, within the activation memory budget if set."""
     settings = context.job.config.compile
     check_backend(settings)
     if not settings.enable or "model" not in settings.components:
@@ -38,8 +38,11 @@ def apply(model: nn.Module, context: Context) -> list[str]:
             unit.forward = compiled(unit.forward)  # type: ignore[method-assign]
         for module in block.modules():
             names: Sequence[str] = getattr(type(module), "compiled_methods", ())
-            # The rows of experts differ from step to step; a graph that finds out is compiled late.
-            dynamic = True if module in experts else None
+            # The number of an expert's rows changes from step to step: without `dynamic` the second
+            # step would compile again.
+            dynamic = None
+            if module in experts:
+                dynamic = True
             for name in names:
                 setattr(module, name, compiled(getattr(module, name), dynamic=dynamic))
     return [note]

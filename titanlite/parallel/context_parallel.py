@@ -1,9 +1,9 @@
-"""Context parallel: ranks split each sequence; attention sees the keys and values of all.
+"""Context parallel: ranks split each sequence, and attention sees the keys and values of all.
 
-Only attention's core mixes tokens, so only it communicates: "allgather" gathers keys and values,
-and attends from a rank's own tokens; "ulysses" exchanges tokens for heads, and attends from all
+Only attention's core mixes tokens, so only the core communicates: "allgather" gathers keys and
+values, and attends from a rank's tokens; "ulysses" exchanges tokens for heads, and attends from all
 tokens for some of the heads. The rest of a model treats each token by itself, at the position that
-it is given.
+is passed to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from titanlite.parallel.build import Context
 from titanlite.parallel.collectives import AllToAll
 from titanlite.parallel.last_attention import TOKENS, last_attention
 
-HEADS = 1  # a dimension of queries, keys and values, as TOKENS is
+HEADS = 1  # a dimension of queries, keys and values, like TOKENS
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class TokenShare:
 
     device: torch.device
     own_positions: Callable[[int], Tensor | None] = lambda length: None
-    """The positions of this rank's tokens in a sequence of a length; None for all."""
+    """The positions of this rank's tokens in a sequence of that length; None for all."""
     multiple: int = 1
     """Sequences are padded to a multiple of this length."""
     loss_ranks: dist.ProcessGroup | None = None
     """The ranks that have a part of the loss."""
     sequence_ranks: dist.ProcessGroup | None = None
-    """The ranks that have the tokens of a sequence together, under context parallel."""
+    """The ranks that share a sequence's tokens under context parallel."""
 
 
 def token_share(context: Context, rank: int) -> TokenShare:
@@ -59,8 +59,8 @@ def token_share(context: Context, rank: int) -> TokenShare:
 def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[range]:
     """Return a rank's chunks of a sequence: one, or if balanced one each from head and tail.
 
-    Two together see (2 x degree + 1) x chunk^2 pairs of tokens on every rank, if all pairs of the
-    last chunk are counted.
+    The two chunks together see (2 x degree + 1) x chunk^2 pairs of tokens on every rank, counting
+    all pairs within a chunk.
     """
     numbers = [rank]
     if balanced:
@@ -70,9 +70,9 @@ def rank_chunks(tokens: int, degree: int, rank: int, balanced: bool) -> list[ran
 
 
 def own_positions(job: Job, rank: int, device: torch.device, tokens: int) -> Tensor | None:
-    """Return the rank_chunks of a rank's tokens in a sequence.
+    """Return the positions of a rank's tokens in a sequence.
 
-    None if the rank has all of them, and no later pipeline stage needs them.
+    None if the rank has all of them, and no later pipeline stage needs the positions.
     """
     if job.layout.cp == job.layout.pp == 1:
         return None
@@ -83,12 +83,14 @@ def own_positions(job: Job, rank: int, device: torch.device, tokens: int) -> Ten
 
 def sequence_multiple(job: Job) -> int:
     """Return the number that must divide a sequence's length."""
-    chunks = 2 if is_balanced(job) else 1
+    chunks = 1
+    if is_balanced(job):
+        chunks = 2
     return job.layout.cp * job.layout.tp * chunks
 
 
 def is_balanced(job: Job) -> bool:
-    """Whether ranks have chunks from head and tail; ranks that exchange heads need no balance."""
+    """Return whether ranks have chunks from head and tail; "ulysses" needs no balance."""
     settings = job.config.parallelism
     if job.layout.cp == 1 or settings.context_parallel_rotate_method != "allgather":
         return False
@@ -96,7 +98,7 @@ def is_balanced(job: Job) -> bool:
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Give the core of every block's attention the tokens of all ranks."""
+    """Let the core of every block's attention see the tokens of all ranks."""
     job = context.job
     if job.layout.cp == 1:
         return []
@@ -120,8 +122,9 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
     """Let `attend` call the forward method of every block's attention core."""
     spec = context.job.spec
     modules: dict[str, Any] = dict(model.named_modules())
-    device = context.device
-    attend_last = last_attention(device) if device.type == "cuda" else None
+    attend_last = None
+    if context.device.type == "cuda":
+        attend_last = last_attention(context.device)
     for number in context.blocks(model):
         path = f"{spec.blocks}.{number}.{spec.core}"
         core = modules.get(path)
@@ -130,13 +133,13 @@ def _replace_cores(model: nn.Module, context: Context, attend: Callable[..., Ten
                 f"context parallel: {path} is not in the model; its ModelSpec names it as core"
             )
         core.attend_last = attend_last
-        # Not core.forward, which differs by block: the compiler would make a graph for each, and
-        # stop at eight.
+        # Not core.forward, which differs by block: the compiler would build a graph for each, and
+        # give up after eight.
         core.forward = partial(attend, partial(type(core).forward, core))
 
 
 def _make_masks_of_chunks(model: nn.Module, own_chunks: Callable[[int], list[range]]) -> None:
-    """Make the model's masks for each of this rank's chunks, over all tokens that it sees."""
+    """Build the model's masks for each of this rank's chunks, over all tokens that each sees."""
     make: Any = getattr(model, "attention_mask", None)
     if make is None:
         raise UserError(
@@ -170,14 +173,16 @@ def _attend_to_all_tokens(
     in_order = _in_order(gathered, count > 1)
     keys, values = torch.cat(in_order, dim=TOKENS).chunk(2, dim=HEADS)
     parts = q.chunk(count, dim=TOKENS)
+    if masks is None:
+        masks = [None] * count
     outputs = []
-    for part, chunk, mask in zip(parts, chunks, masks or [None] * count, strict=True):
+    for part, chunk, mask in zip(parts, chunks, masks, strict=True):
         outputs.append(attend(part, keys[:, :, : chunk.stop], values[:, :, : chunk.stop], mask))
     return torch.cat(outputs, TOKENS)
 
 
 def _in_order(chunks: Sequence[Any], balanced: bool) -> list[Any]:
-    """Return the chunks of all ranks, given in the order of the ranks, in that of the sequence."""
+    """Return the chunks of all ranks, given in the ranks' order, in the sequence's order."""
     if not balanced:
         return [*chunks]
     return [*chunks[::2], *chunks[::-2]]
@@ -191,7 +196,9 @@ def _attend_to_some_heads(
     v: Tensor,
     mask: Any = None,
 ) -> Tensor:
-    """Exchange all heads of this rank's tokens for some heads of all tokens; attend; undo it."""
+    """Exchange all heads of this rank's tokens for some heads of all tokens, attend, and exchange
+    back.
+    """
     queries = _all_to_all(group, q, HEADS, TOKENS)
     keys = _all_to_all(group, k, HEADS, TOKENS)
     values = _all_to_all(group, v, HEADS, TOKENS)

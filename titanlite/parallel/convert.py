@@ -1,7 +1,7 @@
-"""Converters swap a model's layers before anything else looks at them; float8 is one.
+"""Converters, such as float8, which swap a model's layers before any other technique sees them.
 
-A converter leaves every parameter in place under its name: checkpoints and the model's table refer
-to parameters by name.
+A converter leaves every parameter in place under its name, since checkpoints and the model's table
+refer to parameters by name.
 """
 
 from pkgutil import resolve_name
@@ -16,9 +16,9 @@ from titanlite.registry import find_converter
 
 
 def build_converters(job: Job) -> list[Converter]:
-    """Build the job's converters, each once, in the order of model.converters.
+    """Build each of the job's converters once, in the order of model.converters.
 
-    float8 is built if its section enables it: last, unless model.converters names it.
+    float8 is built if its section enables it, and comes last unless model.converters names it.
     """
     has_float8 = job.config.quantize.linear.float8.enable
     names: list[str] = []
@@ -33,7 +33,7 @@ def build_converters(job: Job) -> list[Converter]:
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Run each converter; an error names the first that changed the parameters' names."""
+    """Run each converter; raise a UserError if one changes the parameters' names."""
     notes: list[str] = []
     for converter in context.converters:
         names = dict(model.named_parameters()).keys()
@@ -46,7 +46,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         kind = type(converter).__name__
         changed = sorted(names ^ dict(model.named_parameters()).keys())
         if changed:
-            verb = "removed" if changed[0] in names else "added"
+            verb = "added"
+            if changed[0] in names:
+                verb = "removed"
             raise UserError(
                 f"the converter {kind} {verb} the parameter {changed[0]}: a converter must keep "
                 "parameter names, since checkpoints and the model's table refer to them"

@@ -9,24 +9,27 @@ from titanlite.runtime import torch_private
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard as a plain tensor in the same memory."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return torch_private.unwrap_float8_weight(local)
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return torch_private.unwrap_float8_weight(tensor)
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Let go of the memory of a tensor that is a map of a file, as optim/nvme.py says."""
+    """Free the memory of a tensor that maps a file (optim/nvme.py)."""
     if hasattr(tensor, "let_go"):
         tensor.let_go()
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same tensor in the same memory, the shard of a DTensor being a plain tensor."""
+    """Return the same tensor in the same memory; a DTensor's shard becomes a plain tensor."""
     return with_shard(tensor, local_part(tensor))
 
 
 def with_shard(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same place on the mesh, whose shard is in this memory."""
-    return torch_private.dtensor_like(tensor, shard) if isinstance(tensor, DTensor) else shard
+    """Return a tensor placed on the mesh like the given one, whose shard is `shard`."""
+    if isinstance(tensor, DTensor):
+        return torch_private.dtensor_like(tensor, shard)
+    return shard
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...]:

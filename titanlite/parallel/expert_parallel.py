@@ -1,8 +1,8 @@
 """Expert parallel: a rank has some experts of every block; tokens are sent to their experts' ranks.
 
-These ranks are some of those that share data, sequences or matrices: each has tokens of its own,
-under tensor parallel a slice of every sequence. Dimension 0 of the experts' weights is split over
-them. FSDP2 shards the experts of a rank over all ranks with the same experts, and sums their
+These ranks are also data, context or tensor parallel ranks, so each has different tokens; under
+tensor parallel these are a slice of every sequence. Dimension 0 of the experts' weights is split
+over them. FSDP2 shards a rank's experts over all ranks with the same experts, and sums their
 gradients there; tensor parallel never splits an expert.
 """
 
@@ -26,7 +26,7 @@ Places = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Split the experts' weights; give routers the global batch's size and a sum over ranks."""
+    """Split the experts' weights; give routers the global batch size and a sum over ranks."""
     job = context.job
     world = context.mesh.world
     shared = [name for name in ("cp", "tp") if getattr(job.layout, name) > 1]
@@ -57,7 +57,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 
 
 def dispatch(model: nn.Module, context: Context) -> list[str]:
-    """Let experts compute the tokens of all ranks that have other experts."""
+    """Let each rank's experts compute the tokens that other ranks route to them."""
     mesh = context.mesh.ep
     if mesh is None:
         return []
@@ -74,7 +74,7 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
 def exchange_sizes_on_host(sizes: Tensor, rows: int) -> list[list[int]]:
     """Return how many of `rows` go to each rank, and how many come from it.
 
-    The only wait for the device: collectives take their sizes from the host.
+    Only this waits for the device, since collectives take their sizes from the host.
     """
     return sizes.tolist()
 
@@ -102,9 +102,9 @@ def routers(*parts: nn.Module) -> dict[str, Router]:
 def units(block: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
     """Return the parts of a block that become one graph each.
 
-    That is the whole block, or if it has experts its largest modules without experts and routers.
-    Experts exchange tokens and are gathered by themselves. Routers count, which must not be
-    repeated.
+    That is the whole block, or in a block with experts its largest modules without experts and
+    routers: experts exchange tokens and are gathered separately, and a router's counting must not
+    be repeated.
     """
     if not any(module in experts for module in block.modules()):
         return [block]
@@ -130,9 +130,10 @@ def _dispatch(
     tokens: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """Send tokens, in the order of their experts, to these experts' ranks; return the outputs.
+    """Send tokens, which are in the order of their experts, to these experts' ranks, and return the
+    outputs.
 
-    `counts` has a number for each expert of all ranks, in the order of the ranks; each rank has
+    `counts` has the number of tokens for every expert, in the order of the ranks; each rank has
     equally many experts.
     """
     ranks = group.size()
@@ -148,11 +149,11 @@ def _dispatch(
 
 
 def places_by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order by expert of rows that arrive by rank, and by expert within a rank, its
-    inverse, and the rows of each expert.
+    """Return the order that sorts arriving rows by expert, its inverse, and the rows of each
+    expert.
 
-    `received` has the rows (ranks, experts), `total` in all. By counting, since a sort reads all
-    rows several times.
+    Rows arrive by rank, and within a rank by expert. `received` has their numbers (ranks, experts),
+    `total` is the sum. Places are counted, since a sort reads all rows several times.
     """
     sizes = received.t().flatten()  # of the blocks by expert
     starts = (sizes.cumsum(0) - sizes).unflatten(0, (-1, len(received))).t().flatten()

@@ -1,8 +1,8 @@
-"""Float8: linear layers multiply in float8, through torchao; the first converter.
+"""Float8: a converter whose linear layers multiply in float8, through torchao.
 
 A layer's input, weight and output gradient are scaled into float8's range and rounded right before
 each product; parameters, gradients and optimizer state stay as they are. With one scale per tensor,
-weights and tensor parallel's activations are gathered in float8. The choice of the layers needs no
+weights and tensor parallel's activations are gathered in float8. Choosing the layers does not need
 torchao.
 """
 
@@ -61,13 +61,14 @@ class Float8:
         compiler = context.job.config.compile
         is_compiled = compiler.enable and "model" in compiler.components
         if is_compiled and self._settings.recipe_name == "rowwise":
-            # Where the backward pass recomputes a norm in other bits than its rows were scaled by,
-            # the loss becomes NaN after some dozen steps: pytorch#150859; TorchTitan sets the same.
+            # If the backward pass recomputes a norm with other bits than those that its rows were
+            # scaled by, the loss becomes NaN after a few dozen steps (pytorch#150859). TorchTitan
+            # does the same.
             round_between_fused_operations()
         if context.device.type == "cpu":
             gather_float8_as_bytes()  # activations, under tensor parallel
-        # A converted layer's output is a view. torch 2.13 warns that it must not be changed in
-        # place, which nothing here does.
+        # A converted layer's output is a view. torch 2.13 warns against changing it in place, which
+        # nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _table(layers, model, context)
 
@@ -98,7 +99,7 @@ class Float8:
 
 
 def check_device(job: Job, device: str, capability: tuple[int, int] | None) -> None:
-    """Raise UserError if this device can't multiply float8 as configured.
+    """Raise a UserError if this device can't multiply float8 as configured.
 
     `capability` is a GPU's compute capability.
     """
@@ -134,9 +135,9 @@ class Layer:
 
 
 def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
-    """Decide for every linear layer of a model part.
+    """Decide about every linear layer of a model part.
 
-    Raise UserError where the config would have no effect.
+    Raise a UserError if the config would have no effect.
     """
     settings = job.config.quantize.linear.float8
     layers = []
@@ -160,8 +161,8 @@ def plan(model: nn.Module, job: Job, table: dict[str, Rule]) -> list[Layer]:
 
 
 def _check_filter(patterns: Sequence[str], linear: Sequence[str], table: dict[str, Rule]) -> None:
-    """Raise UserError if one of the user's patterns is in no name of a linear layer."""
-    if patterns == KEYS[f"{KEY}.filter_fqns"].default:  # a model may call its head otherwise
+    """Raise a UserError if one of the user's patterns is in no linear layer's name."""
+    if patterns == KEYS[f"{KEY}.filter_fqns"].default:  # a model may give its head another name
         return
     names = set(linear)
     for name, rule in table.items():
@@ -171,14 +172,16 @@ def _check_filter(patterns: Sequence[str], linear: Sequence[str], table: dict[st
         if any(pattern in name for name in names):
             continue
         close = nearest(pattern, names)
-        hint = f"; did you mean {close}?" if close else ""
+        hint = ""
+        if close:
+            hint = f"; did you mean {close}?"
         raise UserError(
             f'{KEY}.filter_fqns: "{pattern}" is not in the name of any linear layer{hint}'
         )
 
 
 def _decide(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> Layer:
-    """Decide about one layer; `rule` is None if the table has its weight under another name."""
+    """Decide about one layer; `rule` is None if the table lists its weight under another name."""
     rows, columns = module.weight.shape
     skip_reason = _skip_reason(name, module, rule, job)
     gather_reason = ""
@@ -220,7 +223,7 @@ def _skip_reason(name: str, module: nn.Linear, rule: Rule | None, job: Job) -> s
 
 
 def _gather_reason(name: str, local_rows: int, job: Job) -> str:
-    """Return why a converted layer's weight is gathered in high precision; empty if in float8."""
+    """Return why a layer's weight is gathered in high precision; empty if it need not be."""
     for pattern in job.config.parallelism.fsdp_keep_whole:
         if fnmatchcase(f"{name}.weight", pattern):
             return "parallelism.fsdp_keep_whole replicates it"
@@ -246,7 +249,7 @@ def _odd_chunk(job: Job) -> int:
 
 
 def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[str]:
-    """Return lines for the log: a row for each layer, one row for equal layers of all blocks."""
+    """Return lines for the log: a row for each layer, but one for equal layers of all blocks."""
     job = context.job
     settings = job.config.quantize.linear.float8
     high = job.config.training.mixed_precision_param
@@ -275,7 +278,9 @@ def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[
     title = f"Applied float8 to {converted} of {len(layers)} linear layers ({details})"
     cells = []
     for row, count in rows.items():
-        times = f"x {count}" if count > 1 else ""
+        times = ""
+        if count > 1:
+            times = f"x {count}"
         cells.append((*row, times))
     return [title, *format_table(cells, indent=2).splitlines()]
 
@@ -283,7 +288,7 @@ def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[
 # ---------------------------------------------------------------- collectives in float8
 
 _WHOLE_TENSOR_SCALE = "titanlite_whole_tensor_scale"
-"""An attribute that the converter sets on its layers: importing their class takes seconds."""
+"""An attribute that the converter sets on its layers, since importing their class takes seconds."""
 
 
 def scales_whole_tensors(module: nn.Module) -> bool:
@@ -295,7 +300,7 @@ def scales_whole_tensors(module: nn.Module) -> bool:
 
 
 def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
-    """Return the cast of an input of these layers to float8, by one scale on all ranks.
+    """Return a cast of these layers' shared input to float8, with one scale on all ranks.
 
     None unless all layers take such an input.
     """
@@ -310,9 +315,9 @@ def shared_cast(layers: Sequence[nn.Module]) -> Cast | None:
 
 
 def row_style(module: nn.Module) -> type[RowwiseParallel]:
-    """Return the split of a row layer.
+    """Return the style that splits a row layer.
 
-    With one scale per tensor its output's gradient is gathered in float8.
+    With one scale per tensor, the gradient of its output is gathered in float8.
     """
     if not scales_whole_tensors(module):
         return RowwiseParallel
@@ -324,7 +329,7 @@ def row_style(module: nn.Module) -> type[RowwiseParallel]:
 def bytes_all_gather() -> Any:
     """Return FSDP2's all-gather, but of bytes.
 
-    FSDP2's own gathers a group of float8 weights as float8, which gloo lacks.
+    FSDP2 would gather a group of float8 weights as float8, which gloo lacks.
     """
 
     class BytesAllGather(default_all_gather()):  # type: ignore[misc]
@@ -344,9 +349,9 @@ def bytes_all_gather() -> Any:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Silence the warnings of importing torchao, such as those of unused kernels.
+    """Silence the warnings of importing torchao, such as those about unused kernels.
 
-    torchao's own variable for that warns as well.
+    torchao's variable for that warns too.
     """
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,4 +1,5 @@
-"""FSDP2 and HSDP: groups of modules with one all-gather, its precision, and sums of gradients.
+"""FSDP2 and HSDP: which modules share an all-gather, in which precision, and how gradients are
+summed.
 
 Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the same numbers.
 """
@@ -20,22 +21,20 @@ from torch.distributed.tensor import Shard
 
 from titanlite.config.job import Job
 from titanlite.errors import UserError
-from titanlite.parallel import fsdp_schedule
+from titanlite.parallel import fsdp_schedule, replicated
 from titanlite.parallel.build import Context, shared_names
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.expert_parallel import expert_modules
 from titanlite.parallel.float8 import bytes_all_gather
-from titanlite.parallel.replicated import replicated_parameters
 from titanlite.runtime import torch_private
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Apply FSDP2 to each group of modules that the part has, then to its root.
-
-    Then set the prefetch schedule.
+    """Apply FSDP2 to each group of modules in the part, then to its root; set the prefetch
+    schedule.
     """
     job = context.job
-    if not _is_needed(job):
+    if not is_needed(job):
         return []
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
@@ -44,7 +43,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         groups.append([modules[name] for name in names])
     if plan.last_is_root:
         groups[plan.last] = [model]
-    experts = {*expert_modules(model, context.table).values()}
+    experts: set[nn.Module] = set()
+    if not fsdp_schedule.experts_are_whole(job):
+        experts = {*expert_modules(model, context.table).values()}
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
@@ -52,15 +53,25 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         for module in experts:
             module.register_forward_pre_hook(_gather_for_backward, prepend=True)
     fsdp_schedule.set_prefetch([group[0] for group in groups], plan)
-    return [_note(job)]
+    return [*replicated.note(context), _note(job)]
 
 
-def _is_needed(job: Job) -> bool:
-    """Return whether parameters are sharded, summed over replicas, cast or offloaded."""
-    training = job.config.training
-    casts = training.mixed_precision_param != training.dtype
-    sharded = job.layout.fsdp * job.layout.dp_replicate > 1 or job.layout.experts_on_own_mesh
-    return sharded or casts or training.enable_cpu_offload
+def is_needed(job: Job) -> bool:
+    """Return whether any parameter is sharded, summed over replicas, or offloaded."""
+    layout = job.layout
+    sharded = layout.fsdp * layout.dp_replicate > 1 or layout.sums_experts_apart
+    return sharded or job.config.training.enable_cpu_offload
+
+
+def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
+    """Return the parameters of a model part that FSDP2 does not take, and so does not cast."""
+    if not is_needed(context.job):
+        return [*model.parameters()]
+    whole = replicated.replicated_parameters(model, context)
+    if fsdp_schedule.experts_are_whole(context.job):
+        for module in expert_modules(model, context.table).values():
+            whole += module.parameters()
+    return whole
 
 
 def _shard(
@@ -75,7 +86,7 @@ def _shard(
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # It would cast the rotary tables too; hidden states have the type already.
+        # Casting would change the rotary tables too; hidden states already have the right type.
         cast_forward_inputs=False,
     )
     offload = OffloadPolicy()
@@ -86,11 +97,13 @@ def _shard(
         fully_shard,
         mp_policy=precision,
         offload_policy=offload,
-        ignored_params=set(replicated_parameters(model, context)),
+        ignored_params=set(left_whole(model, context)),
     )
-    weights = {weight for module in experts for weight in module.parameters()}
-    # Inner modules before outer ones: experts before their block. A group of the root is number 0,
-    # so that it comes last and takes all the rest.
+    weights: set[nn.Parameter] = set()
+    for module in experts:
+        weights.update(module.parameters())
+    # Inner modules before outer ones: experts before their block. A root group is number 0, so it
+    # comes last and takes all the rest.
     for number in reversed(range(len(groups))):
         modules = groups[number]
         mesh = _mesh_of(modules[0], context, experts)
@@ -117,14 +130,14 @@ def _reshard(job: Job, is_last: bool) -> bool | int:
     if isinstance(policy, int):
         return policy
     if policy == "default":
-        # The backward pass needs the last group again at once, so that it stays gathered. Under
-        # pipeline parallel all stay, since the next micro-batch needs them.
+        # The backward pass needs the last group right away, so it stays gathered. Under pipeline
+        # parallel all groups stay, since the next micro-batch needs them.
         return not is_last and job.layout.pp == 1
     return policy == "always"
 
 
 def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Module]) -> None:
-    """Let FSDP2 sum gradients, not average them: the loss is divided by all ranks' valid tokens."""
+    """Let FSDP2 sum gradients, not average them: the loss is divided by the global valid tokens."""
     float8 = context.job.config.quantize.linear.float8
     as_bytes = context.device.type == "cpu" and float8.enable_fsdp_float8_all_gather
     for module in model.modules():
@@ -142,8 +155,8 @@ def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Mo
 def _gather_for_backward(module: nn.Module, args: object) -> None:
     """Gather experts for their backward pass when their block is recomputed, and keep them.
 
-    Else FSDP2 would take it for another forward pass: gather the next groups ahead, and free and
-    gather the experts again.
+    Otherwise FSDP2 would mistake it for another forward pass: prefetch the next groups, free the
+    experts, and gather them again.
     """
     if torch_private.is_recomputing():
         torch_private.begin_backward(module)
@@ -152,9 +165,9 @@ def _gather_for_backward(module: nn.Module, args: object) -> None:
 def _dimension_of_experts(
     weights: Collection[nn.Parameter], ranks: int, context: Context, parameter: nn.Parameter
 ) -> Shard | None:
-    """Return the dimension that shards an expert weight; None for other weights.
+    """Return the dimension in which an expert's weight is sharded; None for other weights.
 
-    FSDP2 pads dimension 0 alone.
+    FSDP2 pads only dimension 0.
     """
     if parameter not in weights:
         return None
@@ -183,7 +196,7 @@ def _note(job: Job) -> str:
         name = f"data parallel with {layout.dp_replicate} replicas"
         if layout.fsdp > 1:
             name += f", each sharded over {layout.fsdp} ranks (HSDP)"
-    if layout.experts_on_own_mesh:
+    if layout.sums_experts_apart:
         name += f", experts on {layout.expert_fsdp}"
     note = f"Applied {name}, parameters in {training.mixed_precision_param}"
     note += f", gradients summed in {training.mixed_precision_reduce}"

@@ -1,8 +1,8 @@
-"""The FSDP prefetch schedule: which group all-gathers which others before their turn.
+"""The FSDP prefetch schedule: which group all-gathers which others ahead of time.
 
-It is data first, then applied. A depth of 0 leaves FSDP2's own order: in the forward pass each
-group is gathered when it is reached, in the backward pass one ahead. This file imports no torch, so
-that `titanlite config --schedule` can print the schedule.
+The schedule is computed as data, then applied. A depth of 0 leaves FSDP2's order: the forward pass
+gathers each group when it reaches it, the backward pass one group ahead. This file does not import
+torch, so that `titanlite config --schedule` prints the schedule quickly.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ from titanlite.registry import expert_paths
 class Schedule:
     """Groups of modules that are gathered together, and their prefetches.
 
-    Groups are numbered as the forward pass needs them.
+    Groups are numbered in the order in which the forward pass needs them.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -26,9 +26,9 @@ class Schedule:
     last_is_root: bool
     """That group is FSDP2's root group."""
     backward_order: tuple[int, ...]
-    """The groups as the backward pass needs them."""
+    """The groups in the order in which the backward pass needs them."""
     forward: tuple[tuple[int, ...], ...] | None
-    """For each group, the groups that it gathers ahead; None leaves FSDP2's own order."""
+    """For each group, the groups that it prefetches; None leaves FSDP2's order."""
     backward: tuple[tuple[int, ...], ...] | None
 
     @property
@@ -61,9 +61,9 @@ class Schedule:
 def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Schedule:
     """Return the schedule of a model part that has these `modules` (None: the whole model).
 
-    A tied embedding and output are one group, needed first: two would each hold a shard of the same
-    weight. A loss in chunks calls the output more than once a pass; only the root group, gathered
-    first, stays whole that long.
+    A tied embedding and output form one group, needed first; as two, each would hold a shard of the
+    same weight. A chunked loss calls the output more than once a pass; only the root group, which
+    is gathered first, stays whole that long.
     """
     spec = job.spec
     settings = job.config.parallelism
@@ -109,11 +109,11 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
 
 
 def _experts_apart(job: Job) -> dict[str, list[str]]:
-    """Return the experts of every block, if they are groups of their own.
+    """Return the experts of every block, if they form separate groups.
 
-    They are if other ranks shard them. They are needed after their block in both passes.
+    They do if other ranks shard them. Both passes need them after their block.
     """
-    if not job.layout.experts_on_own_mesh:
+    if not job.layout.experts_on_own_mesh or experts_are_whole(job):
         return {}
     spec = job.spec
     paths = expert_paths(spec.rules(job.model_config), spec.blocks)
@@ -124,8 +124,15 @@ def _experts_apart(job: Job) -> dict[str, list[str]]:
     return experts
 
 
+def experts_are_whole(job: Job) -> bool:
+    """Return whether each expert is on one rank alone, with nothing to gather or to sum."""
+    if job.config.training.enable_cpu_offload:
+        return False
+    return job.layout.experts_on_own_mesh and not job.layout.sums_experts_apart
+
+
 def _backward_order(numbered: Sequence[Iterable[int]], last: int) -> tuple[int, ...]:
-    """Return all groups as the backward pass needs them: `last` first."""
+    """Return all groups in the order in which the backward pass needs them: `last` first."""
     order = [last]
     for numbers in reversed(numbered):
         own, *experts = numbers

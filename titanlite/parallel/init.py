@@ -1,9 +1,9 @@
-"""Initial values that are a function of (seed, parameter name) and of no mesh.
+"""Initial values that depend on (seed, parameter name) and not on the mesh.
 
 Values are drawn in blocks of 65,536 elements, row-major in the full tensor, each from a generator
 seeded by (seed, name, block). A rank draws only the blocks that its shard touches, so time and
-memory are those of the shard; as many threads as torch uses share them. torch's own way, a random
-state on the mesh, gives every shard the same values on a CPU mesh.
+memory are those of the shard; as many threads as torch uses share the blocks. torch's alternative,
+a random state on the mesh, gives every shard the same values on a CPU mesh.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from titanlite.runtime.determinism import derive_seed
 BLOCK = 65536
 _CHUNK_ELEMENTS = 64 * BLOCK
 _MAX_THREADS = 16
-"""Each thread has a chunk in memory: with all cores of a large node that would be gigabytes."""
+"""Each thread holds a chunk in memory; on a many-core node they would add up to gigabytes."""
 
 
 def materialize(
@@ -51,7 +51,7 @@ def materialize(
 def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False) -> None:
     """Allocate memory for a model part on the meta device, keeping ties.
 
-    Its buffers are filled, its parameters are not.
+    Fill its buffers, but not its parameters.
     """
     ties = shared_names(part)
     if in_host_memory:
@@ -61,7 +61,7 @@ def allocate(part: nn.Module, device: torch.device, in_host_memory: bool = False
                 setattr(module, name, torch.empty_like(buffer, device=device))
     else:
         part.to_empty(device=device)
-    tie(part, ties)  # to_empty makes a parameter for each name
+    tie(part, ties)  # to_empty creates a parameter for each name
     for name, module in part.named_modules():
         _fill_buffers(name, module)
 
@@ -82,7 +82,7 @@ def _fill_buffers(name: str, module: nn.Module) -> None:
 
 
 def fill(parameter: torch.Tensor, name: str, init: Init, seed: int) -> None:
-    """Write a parameter's initial values, or those of its shard."""
+    """Write the initial values of a parameter, or of its shard."""
     local = local_part(parameter)
     if init.std == 0.0 or local.numel() == 0:
         local.fill_(init.constant)
@@ -108,16 +108,16 @@ def _fill(
     threads: int,
     std: float,
 ) -> None:
-    """Fill a rank's shard of a tensor, which has `before` elements of the parameter before it."""
+    """Fill a rank's shard of a tensor, which `before` elements of its parameter precede."""
     per_row = prod(shape[1:])
     if local.dim() > 2 and local.size(1) < shape[1]:
-        # A stack of matrices: draw only the rows that this rank has of each.
+        # A stack of matrices: draw only this rank's rows of each.
         for number, matrix in enumerate(local, offset[0]):
             _fill(matrix, shape[1:], offset[1:], before + number * per_row, draw, threads, std)
         return
     bounds = zip(offset[1:], local.shape[1:], strict=True)
     columns = tuple(slice(start, start + size) for start, size in bounds)
-    # Some rows at a time: a shard cut along columns never costs the memory of all full rows.
+    # Some rows at a time, so that a shard cut along columns never needs all full rows in memory.
     chunk_rows = max(1, threads * _CHUNK_ELEMENTS // per_row)
     for row in range(0, local.size(0), chunk_rows):
         rows = min(chunk_rows, local.size(0) - row)
@@ -127,7 +127,7 @@ def _fill(
 
 
 def _draw(name: str, seed: int, start: int, stop: int, numel: int, threads: int) -> torch.Tensor:
-    """Return elements start to stop of the full tensor's standard normal values."""
+    """Return elements `start` to `stop` of the full tensor's standard normal values."""
     first = start // BLOCK
     end = min(numel, -(-stop // BLOCK) * BLOCK)
     values = torch.empty(end - first * BLOCK, dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""Causal attention from the last tokens of a sequence, by the fastest kernel of a GPU.
+"""Causal attention from the last tokens of a sequence, with a GPU's fastest kernel.
 
-FlashAttention-2 aligns its causal mask to the last token. cuDNN's kernels, which on Hopper take
-about half of its time, align theirs to the first: they attend to the tokens before the last ones
-without a mask, and to the last ones causally.
+FlashAttention-2 aligns its causal mask to the last token. cuDNN's kernels, which take about half
+its time on Hopper, align theirs to the first token, so they run twice: without a mask over the
+earlier tokens, and causally over the last ones.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,14 @@ from titanlite.runtime.torch_private import (
 
 TOKENS = 2
 LARGEST_HEAD = 128
-"""Of cuDNN's kernels, backward."""
+"""The largest head of cuDNN's backward kernels."""
 
 
 def last_attention(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """Return the attention of this GPU from the last tokens, in 16 bits."""
-    return attend_in_two_parts if prefers_cudnn(device) else flash_from_last
+    """Return this GPU's attention from the last tokens, in 16 bits."""
+    if prefers_cudnn(device):
+        return attend_in_two_parts
+    return flash_from_last
 
 
 def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -41,7 +43,7 @@ class _InTwoParts(torch.autograd.Function):
         before = k.size(TOKENS) - q.size(TOKENS)
         earlier, lse_earlier, seeds_earlier = attend(q, k[:, :, :before], v[:, :, :before], False)
         own, lse_own, seeds_own = attend(q, k[:, :, before:], v[:, :, before:], True)
-        # Each part has the softmax over its keys; logsumexp (lse) gives its share of the whole's.
+        # Each part is a softmax over its keys; logsumexp (lse) gives its share of the whole.
         share = torch.sigmoid(lse_own - lse_earlier)
         out = (earlier * (1 - share) + own * share).to(q.dtype)
         lse = torch.logaddexp(lse_earlier, lse_own)
@@ -54,7 +56,7 @@ class _InTwoParts(torch.autograd.Function):
         q, k, v, out, lse, *seeds = ctx.saved_tensors
         before = k.size(TOKENS) - q.size(TOKENS)
         count = len(seeds) // 2
-        # The whole's output and logsumexp make each part's gradients those of the whole.
+        # With the whole output and logsumexp, each part's gradients are those of the whole.
         of_earlier = attention_gradients(
             grad, (q, k[:, :, :before], v[:, :, :before]), (out, lse, seeds[:count]), False
         )

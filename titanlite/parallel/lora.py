@@ -1,4 +1,4 @@
-"""LoRA: linear layers with an adapter, y = W x + scale B A x, of which A and B are trained."""
+"""LoRA: linear layers with an adapter, y = W x + scale B A x, in which A and B are trained."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,14 +31,14 @@ class AdaptedLinear(nn.Linear):
 
 
 def _partial_change(narrow: DTensor, lora_B: torch.Tensor) -> DTensor:
-    """Return B times a sum over ranks as such a sum, as the output of a split row layer is."""
+    """Return B times a partial sum over ranks as a partial sum, like a split row layer's output."""
     assert isinstance(lora_B, DTensor)
     own = F.linear(narrow.to_local(), lora_B.to_local(grad_placements=(Partial(),)))
     return DTensor.from_local(own, narrow.device_mesh, (Partial(),), run_check=False)
 
 
 def adapt(model: nn.Module, adapters: Adapters, rules: Sequence[Rule]) -> None:
-    """Give a model on the meta device its adapters, and freeze all else."""
+    """Add the adapters to a model on the meta device, and freeze everything else."""
     model.requires_grad_(False)
     bases = adapters.bases(rules).values()
     for name, module in model.named_modules():
@@ -56,7 +56,7 @@ def adapt(model: nn.Module, adapters: Adapters, rules: Sequence[Rule]) -> None:
 
 
 def take_adapter(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Take a layer's adapter away, which torch would split as it does the layer; {} without one."""
+    """Detach a layer's adapter, which torch would split like the layer; return {} without one."""
     if not isinstance(module, AdaptedLinear):
         return {}
     taken = {"lora_A": module.lora_A, "lora_B": module.lora_B}
@@ -67,10 +67,12 @@ def take_adapter(module: nn.Module) -> dict[str, nn.Parameter]:
 def split_adapter(
     module: nn.Module, taken: dict[str, nn.Parameter], role: Role, mesh: DeviceMesh
 ) -> None:
-    """Put a layer's adapter back: of a column layer B is split, of a row layer A."""
+    """Attach a layer's adapter again, with B split in a column layer, and A in a row layer."""
     if not taken:
         return
-    split = {"lora_A": Shard(1)} if role == "row" else {"lora_B": Shard(0)}
+    split = {"lora_B": Shard(0)}
+    if role == "row":
+        split = {"lora_A": Shard(1)}
     module.lora_dropout = nn.Dropout(0.0)  # the config's rules refuse another one here
     for name, parameter in taken.items():
         placement = split.get(name, Replicate())
@@ -79,5 +81,5 @@ def split_adapter(
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a matrix with its adapter added to it."""
+    """Return a matrix with its adapter added."""
     return (weight.double() + scale * (b.double() @ a.double())).to(weight.dtype)

@@ -19,36 +19,36 @@ class Mesh:
     """The mesh of all ranks, and its views by purpose."""
 
     world: DeviceMesh
-    """All ranks, with each dimension of a Layout that has more than one rank: `world["cp"]`."""
+    """All ranks, with every dimension of the Layout that has more than one: `world["cp"]`."""
     fsdp: DeviceMesh
     """Ranks that shard parameters, dp_shard x cp; under HSDP the replicas come first."""
     pp: DeviceMesh | None
-    """Ranks that have the stages of a pipeline together."""
+    """Ranks that hold the stages of one pipeline."""
     tp: DeviceMesh | None
     """Ranks that split matrices and sequences; from the same root as `fsdp`, as FSDP2 requires."""
     data: dist.ProcessGroup
-    """Ranks with the same parameters that see other tokens: those with the same
-    coordinates of pp and tp."""
+    """Ranks with the same parameters but different tokens: those with equal coordinates of pp and
+    tp."""
     loss: dist.ProcessGroup
-    """Ranks with the same coordinate of tp: they sum the loss for the log and in a validation.
+    """Ranks with the same coordinate of tp: they sum the loss for the log and for validation.
 
-    (A step's valid tokens are summed over all ranks, by `guard.exchange`.)
+    (`guard.exchange` sums a step's valid tokens over all ranks.)
     """
     stage: dist.ProcessGroup
     """Ranks with the same coordinate of pp, and so the same stages."""
     experts: DeviceMesh | None = None
-    """Ranks that shard an expert's weights, with the replicas first; None if `fsdp` does so."""
+    """Ranks that shard an expert's weights, with the replicas first; None if `fsdp` does."""
     ep: DeviceMesh | None = None
-    """Ranks that have different experts; from the same root as `experts`."""
+    """Ranks with different experts; from the same root as `experts`."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout."""
-    # DTensor warns of every gradient and norm that two dimensions split, as they do here.
+    # DTensor warns about every gradient and norm that two dimensions split, as is intended here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     views = Views(layout.world, device_type)
-    # The dimensions are pp, three that read or split data, and tp. Each group has a row of ranks:
-    # data for each (pp, tp), loss for each tp, stage for each pp.
+    # The dimensions are pp, three that read or split data, and tp. There is a data group for each
+    # (pp, tp), a loss group for each tp, and a stage group for each pp.
     ranks = torch.arange(layout.world, device="cpu").view(layout.degrees)
     stage = views.group("stage", ranks.flatten(1))
     if layout.cp == 1:
@@ -69,14 +69,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     whole = Mesh(world, fsdp, submesh(world, "pp"), submesh(sharding, "tp"), data, loss, stage)
     if not layout.experts_on_own_mesh:
         return whole
-    # A third view of the same ranks: those of ep follow each other.
+    # A third view of the same ranks, in which those of ep are neighbors.
     root = views.mesh(EXPERT_DIMENSIONS, layout.expert_degrees, "efsdp")
     experts = submesh(root, "dp_replicate", "efsdp")
     return replace(whole, experts=experts, ep=submesh(root, "ep"))
 
 
 class Views:
-    """Views of all ranks; those that need the same groups share them, on NCCL communicators."""
+    """Views of all ranks; views that need the same groups share them, and NCCL communicators."""
 
     def __init__(self, world: int, device_type: str) -> None:
         self._world = world
@@ -86,7 +86,7 @@ class Views:
     def mesh(self, dimensions: Sequence[str], degrees: Sequence[int], sharding: str) -> DeviceMesh:
         """Return a mesh with the dimensions of more than one rank, and the one that shards.
 
-        FSDP2 needs its dimension also where it has one rank.
+        FSDP2 needs its dimension even with one rank.
         """
         by_name = dict(zip(dimensions, degrees, strict=True))
         names = [name for name, degree in by_name.items() if degree > 1 or name == sharding]
@@ -108,15 +108,17 @@ class Views:
 
 
 def submesh(mesh: DeviceMesh, *dimensions: str) -> DeviceMesh | None:
-    """Return a mesh of those of these dimensions that a mesh has; None without any."""
+    """Return a mesh of those given dimensions that the mesh has; None if it has none of them."""
     names = tuple(name for name in dimensions if name in (mesh.mesh_dim_names or ()))
-    return mesh[names] if names else None
+    if not names:
+        return None
+    return mesh[names]
 
 
 def new_groups(name: str, rows: Tensor, gpu_only: bool = False) -> dist.ProcessGroup:
-    """Split all ranks, which call this together, into a new group a row; return this rank's.
+    """Split all ranks, which call this together, into one new group per row; return this rank's.
 
-    With `gpu_only` no tensor on a CPU uses the groups: on NCCL they get no gloo.
+    With `gpu_only` no tensor on a CPU uses the groups, so that with NCCL they get no gloo.
     """
     lists_of_ranks = rows.tolist()
     assert dist.group.WORLD

@@ -1,4 +1,4 @@
-"""THE fixed order of all techniques, for every registered model."""
+"""The order in which techniques are applied, for every model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from titanlite.parallel import (
+    cast,
     compile,
     context_parallel,
     convert,
@@ -13,7 +14,6 @@ from titanlite.parallel import (
     fsdp,
     pipeline_parallel,
     recompute,
-    replicated,
     tensor_parallel,
 )
 from titanlite.parallel.build import Context
@@ -21,34 +21,34 @@ from titanlite.parallel.init import materialize
 from titanlite.parallel.replica_check import check_replicas
 
 Technique = Callable[[nn.Module, Context], list[str]]
-"""Changes a model part on the meta device; returns notes for the log, none if unused."""
+"""Changes a model part on the meta device; returns notes for the log, none if it is not used."""
 
 WHOLE: tuple[Technique, ...] = (
-    # swaps layers: before anything takes their parameters, looks at their class, or cuts the model
+    # swaps layers: before anything uses their parameters, checks their class, or cuts the model
     convert.apply,
 )
 ORDER: tuple[Technique, ...] = (
-    # splits parameters: before anything looks at their shapes or wraps a forward method
+    # splits parameters: before anything uses their shapes or wraps a forward method
     tensor_parallel.apply,
-    expert_parallel.apply,  # with tensor parallel, which leaves experts alone
-    # around attention only: before a block's forward method is recomputed or compiled
+    expert_parallel.apply,  # splits the experts, which tensor parallel leaves alone
+    # wraps attention only: before a block's forward method is recomputed or compiled
     context_parallel.apply,
-    replicated.apply,  # casts the parameters FSDP2 ignores; innermost, like FSDP2's own cast
+    cast.apply,  # the parameters that FSDP2 ignores; innermost, like FSDP2's cast
     recompute.apply,  # before compiling, which then chooses what to keep within one graph
     # outside per-operation recomputation, so that received tokens are kept
     expert_parallel.dispatch,
-    compile.apply,  # before sharding: gathering and freeing parameters stay outside the graph
-    # wraps compiled blocks instead: torch 2.13 cannot compile these checkpointed
+    compile.apply,  # before sharding, so that gathering and freeing stay outside the graph
+    # outside compiled blocks: torch 2.13 can't compile a checkpointed block under TP or CP
     partial(recompute.apply, around_graphs=True),
-    fsdp.apply,  # last: takes every parameter that is left, and sets the prefetch schedule
+    fsdp.apply,  # last: takes all remaining parameters, and sets the prefetch schedule
 )
 
 
 def parallelize(model: nn.Module, context: Context) -> tuple[list[nn.Module], list[str]]:
     """Apply every technique that the job enables to the model on the meta device.
 
-    WHOLE goes first, then ORDER to each part. Return this rank's parts, which are the model or its
-    pipeline stages in their order, and notes for the log.
+    WHOLE is applied to the model, then ORDER to each part. Return this rank's parts, which are the
+    model or its pipeline stages in their order, and notes for the log.
     """
     notes: list[str] = []
     for technique in WHOLE:
@@ -76,7 +76,7 @@ def build_parts(
     """Return this rank's parts of the whole model, and notes for the log.
 
     The parts are on the device, with their initial values unless `seed` is None: then a checkpoint
-    fills them, and replicas are compared after it.
+    fills them, and replicas are compared afterwards.
     """
     parts, notes = parallelize(model, context)
     offload = context.job.config.training.enable_cpu_offload

@@ -1,4 +1,4 @@
-"""A module that computes with something made of its parameters; these and their names stay."""
+"""Let a module compute with converted parameters, without changing them or their names."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,12 +11,15 @@ from torch.func import functional_call
 def forward_with_converted_params(
     convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, names: Iterable[str]
 ) -> None:
-    """Let a module's forward method see convert(parameter) for its own parameters in `names`."""
+    """Let a module's forward method see convert(parameter) for its parameters in `names`."""
     original = _Forward(module)
-    own = tuple(names)
+    own = []
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        own.append((f"module.{name}", module.get_submodule(path), attribute))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        converted = {f"module.{name}": convert(getattr(module, name)) for name in own}
+        converted = {name: convert(getattr(owner, attribute)) for name, owner, attribute in own}
         return functional_call(original, converted, args, kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -25,7 +28,7 @@ def forward_with_converted_params(
 class _Forward(nn.Module):
     """A module's forward method as a module.
 
-    functional_call takes a module, and would run the hooks of the real one.
+    functional_call takes a module, and would run the real module's hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Pipeline parallel: a rank has some stages of the model and runs micro-batches through them.
 
-The orders, and the tensors sent, are those of torch's schedules. A stage is a part of the plain
-model: it takes tokens or hidden states, and returns hidden states; the last one has the loss. The
-whole step is one run of the schedule, and gradients are summed over other ranks once, at its end.
+torch's schedules determine the order, and which tensors are sent. A stage is a part of the plain
+model: it takes tokens or hidden states, and returns hidden states; the last one has the loss. A
+step runs the schedule once, and gradients are summed over other ranks once, at its end.
 """
 
 import copy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StageInput(Protocol):
-    """A micro-batch as the stages see it, whole on every pipeline rank.
+    """A micro-batch as the stages see it, complete on every pipeline rank.
 
     Positions are explicit, since later stages see no tokens.
     """
@@ -45,14 +45,14 @@ class StageInput(Protocol):
 
 
 Loss = Callable[..., Tensor]
-"""The sum of the token losses, from the last stage, a micro-batch and the stage's hidden states.
+"""Returns the sum of token losses, given the last stage, a micro-batch and the stage's inputs.
 
-In training also from `runs_again`, as train/loss.py says.
+Training also passes `runs_again` (train/loss.py).
 """
 
 
 def cut(model: nn.Module, spec: ModelSpec, stages: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Return a copy of the model on the meta device for each stage, with the modules of the stage.
+    """Return for each stage a copy of the model on the meta device that has only its modules.
 
     Modules without parameters, such as rotary tables, are in every stage.
     """
@@ -82,15 +82,15 @@ def orders(stages: Stages) -> list[list[str]]:
     """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
     ranks = len(stages.ranks)
     count = stages.micro_batches
+    rows = []
     if stages.schedule in SINGLE:
-        return [
-            list(_order_of_single(stages.schedule, rank, ranks, count)) for rank in range(ranks)
-        ]
+        for rank in range(ranks):
+            rows.append([*_order_of_single(stages.schedule, rank, ranks, count)])
+        return rows
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
     own = stages.ranks[0]
     blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in own]
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
-    rows = []
     for rank in range(ranks):
         rows.append([str(action) for action in found[rank] if action is not None])
     return rows
@@ -104,16 +104,19 @@ def _schedule_class(stages: Stages) -> Any:
 
 def build_schedule(own: Any, stages: Stages, loss: Any = None) -> Any:
     """Return torch's schedule of a rank's stages."""
-    run = own[0] if stages.schedule in SINGLE else own
-    return _schedule_class(stages)(run, stages.micro_batches, loss_fn=loss, scale_grads=False)
+    if stages.schedule in SINGLE:
+        own = own[0]
+    return _schedule_class(stages)(own, stages.micro_batches, loss_fn=loss, scale_grads=False)
 
 
 def _order_of_single(schedule: str, stage: int, stages: int, count: int) -> Iterator[str]:
     """Yield the actions of GPipe or 1F1B.
 
-    torch's own list of 1F1B's has an error: its last rank begins with 1.
+    torch's list for 1F1B is wrong: its last rank begins with micro-batch 1.
     """
-    ahead = count if schedule == "GPipe" else min(count, stages - stage)
+    ahead = count
+    if schedule != "GPipe":
+        ahead = min(count, stages - stage)
     for number in range(ahead):
         yield f"{stage}F{number}"
     for number in range(count):
@@ -135,7 +138,7 @@ class Pipeline:
     ) -> None:
         """Take the parts in the order of the stages.
 
-        `reseed` gets the step, a micro-batch's number and a stage.
+        `reseed` is called with the step, a micro-batch's number and a stage.
         """
         self.context = context
         self.job = context.job
@@ -150,7 +153,7 @@ class Pipeline:
         self.group = context.mesh.pp.get_group()
         self.width = _width(self.job)
         self.shape = (stages.size, self.job.config.training.seq_len // self.job.layout.cp)
-        """Sequences and tokens of a micro-batch."""
+        """The sequences of a micro-batch, and this rank's tokens of each."""
         self.rank_of = stages.rank_of
         ranks = [self.rank_of[stage] for stage in sorted(self.rank_of)]
         self.source = int(context.mesh.world.mesh[ranks[-1]].min())
@@ -162,7 +165,7 @@ class Pipeline:
         )
         self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
-        """Parameters that another stage has as well, and counts."""
+        """Parameters that another stage also has, and counts."""
         self.after_backward: list[Callable[[], None]] = []
         if self.tied:
             self.after_backward.append(self.sum_tied_gradients)
@@ -182,21 +185,21 @@ class Pipeline:
         return built
 
     def _build_lanes(self, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """Return the group of each edge between stages; `ranks` has the rank of each stage."""
+        """Return the group of each edge between stages; `ranks` lists each stage's rank."""
         from titanlite.parallel.stage import build_lanes
 
         world = self.context.mesh.world
-        # Before 2.14 ranks that were in fewer splits gave a group another name (pytorch#189073).
+        # Before 2.14, ranks that took part in fewer splits named a group differently
+        # (pytorch#189073).
         is_old = TorchVersion(torch.__version__) < "2.14"
         if self.job.stages.schedule in SINGLE or (is_old and world.device_type == "cuda"):
-            ranks = []  # lanes gain single schedules nothing, and these batch sends with receives
+            ranks = []  # single schedules gain nothing from lanes, and batch sends with receives
         columns = world.mesh.flatten(1)  # its outermost dimension is pp
         return build_lanes(columns, ranks)
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:
-        """Yield each trained parameter of this rank that another stage has too.
-
-        With it come that stage's rank, and whether this parameter is the copy, the tie's second.
+        """Yield each trained parameter of this rank that another stage also has, that stage's rank,
+        and whether this parameter is the copy (the second name of the tie).
         """
         for first, rule in self.context.table.items():
             if not rule.tied:
@@ -225,7 +228,7 @@ class Pipeline:
     def hidden(self, sequences: int, tokens: int, device: torch.device | str) -> Tensor:
         """Return an empty tensor like those that stages send.
 
-        Between blocks tensor parallel splits the sequence.
+        Tensor parallel splits the sequence between blocks.
         """
         dtype = getattr(torch, self.job.config.training.mixed_precision_param)
         size = (sequences, tokens // self.job.layout.tp, self.width)
@@ -245,7 +248,7 @@ class Pipeline:
             self.micro_batches += batch.split(self.job.stages.size)
         self.actions = []
         losses: list[Tensor] = []
-        numbers = torch.arange(len(self.micro_batches))  # torch splits them as targets
+        numbers = torch.arange(len(self.micro_batches))  # torch splits them like targets
         self.schedule.step(target=numbers, losses=losses, return_outputs=False)
         self.micro_batches = []
         zero = torch.zeros((), dtype=torch.float64, device=self.context.device)
@@ -253,7 +256,7 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Give both stages of a tie the sum of their gradients, to the bit: a + b is b + a."""
+        """Give both stages of a tie the same sum of gradients, bit for bit: a + b is b + a."""
         for parameter, peer, _ in self.tied:
             assert parameter.grad is not None
             own = local_part(parameter.grad).contiguous()
@@ -297,9 +300,7 @@ class Pipeline:
         return self.micro_batches[number].tokens
 
     def compute(self, stage: "Stage", inputs: Tensor) -> Tensor:
-        """Return a stage's output for the micro-batch that it acts on: the last one's is the
-        loss.
-        """
+        """Return a stage's output for its current micro-batch; the last stage's is the loss."""
         batch = self.micro_batches[stage.number]
         if stage.is_last:
             return self.loss(stage.submod, batch, inputs, runs_again=lambda: stage.runs_again)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: which activations are recomputed in the backward pass instead of kept.
+"""Activation checkpointing: which activations the backward pass recomputes instead of keeping.
 
-A block's forward method is replaced, not the block: parameter names stay, and FSDP2's hooks are not
-part of the recomputation.
+A block's forward method is replaced, not the block, so that parameter names stay and FSDP2's hooks
+are not part of the recomputation.
 """
 
 from functools import partial
@@ -39,9 +39,9 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
         return []
     layout = context.job.layout
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    # It has two places in the order, and a job uses one. As a rule the compiler gets a block that
-    # recomputes. Whole-block recomputation under tensor or context parallel goes around the
-    # compiled block: torch 2.13 fails to compile it (2.11 does not).
+    # It appears twice in the order; a job uses one of the two. Usually the compiler gets a block
+    # that already recomputes. Under tensor or context parallel, whole-block recomputation wraps the
+    # compiled block, since torch 2.13 fails to compile it (2.11 does not).
     is_outside_compile = layout.tp * layout.cp > 1 and not by_operation
     if around_graphs != is_outside_compile:
         return []
@@ -60,7 +60,8 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
             continue
         modules = [block]
         if by_operation:
-            # Experts are recomputed within FSDP's hooks: their block's group does not gather them.
+            # Experts are recomputed inside FSDP's hooks, since their block's group does not gather
+            # them.
             modules = [*units(block, experts), *experts.intersection(block.modules())]
         for module in modules:
             recomputed = partial(checkpoint, module.forward, use_reentrant=False, **options)
@@ -76,9 +77,9 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
 def _keep_expensive() -> Any:
     """Return the contexts of one forward pass.
 
-    They keep the results of expensive operations, and of every other matrix product.
+    They keep the results of expensive operations, and of every second matrix product.
     """
-    matmuls = {False: 0, True: 0}  # counted apart in the forward pass and its recomputation
+    matmuls = {False: 0, True: 0}  # counted separately in the forward pass and its recomputation
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in _MATMULS:
@@ -86,6 +87,8 @@ def _keep_expensive() -> Any:
             keep = matmuls[context.is_recompute] % 2 == 1
         else:
             keep = operation in _EXPENSIVE
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        if keep:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)

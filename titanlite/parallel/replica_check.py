@@ -1,9 +1,9 @@
-"""Replica check: ranks that hold the same shard of a tensor hold the same bytes, or the run stops.
+"""Replica check: if ranks that hold the same shard of a tensor have different bytes, the run stops.
 
-A wrong replica still trains, and only its numbers are wrong. So every parameter and buffer, and
-after a load the optimizer's state, is hashed where it is. The largest and the smallest hash are
-compared along each dimension of the mesh: 32 bytes a tensor however many ranks there are, and under
-plain FSDP nothing of the tensors that it splits.
+A wrong replica still trains, only its numbers are wrong. So every parameter and buffer, and after a
+load also the optimizer's state, is hashed on its device. Along each dimension of the mesh the
+largest and the smallest hash are compared: 32 bytes per tensor however many ranks there are, and
+under plain FSDP none for the tensors that it splits.
 """
 
 from collections import Counter
@@ -24,9 +24,9 @@ from titanlite.runtime.determinism import derive_seed
 from titanlite.runtime.distributed import gather_objects
 
 Hashed = tuple[str, int, int]
-"""A tensor: its name, a hash of its shard's place and one of its content."""
+"""A tensor's name, a hash of its shard's place, and a hash of its content."""
 _CHUNK_BYTES = {"cpu": 1 << 18, "cuda": 1 << 27}
-"""Small enough for a core's cache, large enough for a GPU; hashing takes three times the memory."""
+"""Small enough for a core's cache, or large enough for a GPU; hashing needs three times as much."""
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as an int64
 
 
@@ -36,7 +36,7 @@ def check_replicas(
     context: Context,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Compare the tensors that ranks should have in common; raise RunFailed if two differ.
+    """Compare the tensors that ranks should share; raise RunFailed if two differ.
 
     `when` is part of the message, such as "after initialization".
     """
@@ -56,7 +56,9 @@ def check_replicas(
     is_wrong = torch.tensor(len(wrong), device=context.device)
     dist.all_reduce(is_wrong, dist.ReduceOp.MAX)
     if is_wrong.item():
-        first = own[min(wrong)] if wrong else None
+        first = None
+        if wrong:
+            first = own[min(wrong)]
         raise RunFailed(_describe(first, when, own))
 
 
@@ -76,7 +78,7 @@ def _groups(mesh: Mesh) -> Iterator[dist.ProcessGroup]:
 
 
 def _differing(own: torch.Tensor, group: dist.ProcessGroup) -> set[int]:
-    """Return the tensors whose content differs though all ranks of a group hold the same shard."""
+    """Return the tensors that differ although all ranks of a group hold the same shard."""
     extremes = torch.cat([own, ~own])  # the smallest x is the one with the largest ~x
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, smallest = extremes.cpu().chunk(2)
@@ -85,14 +87,16 @@ def _differing(own: torch.Tensor, group: dist.ProcessGroup) -> set[int]:
 
 
 def _differing_between_stages(own: list[Hashed], group: dist.ProcessGroup) -> set[int]:
-    """Return the tensors, such as a tied weight, that another stage has too and that differ
-    there.
-    """
+    """Return the tensors, such as a tied weight, that differ from another stage's."""
     contents: dict[tuple[str, int], set[int]] = {}
     for hashed in gather_objects(own, group):
         for name, shard, content in hashed:
             contents.setdefault((name, shard), set()).add(content)
-    return {number for number, (name, shard, _) in enumerate(own) if len(contents[name, shard]) > 1}
+    differing = set[int]()
+    for number, (name, shard, _) in enumerate(own):
+        if len(contents[name, shard]) > 1:
+            differing.add(number)
+    return differing
 
 
 def _tensors(
@@ -132,15 +136,14 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(found: Hashed | None, when: str, own: list[Hashed]) -> str:
-    """Return the message about the first rank's tensor that differs, if this one `found` any."""
+    """Return the message about the differing tensor that the first rank to find one `found`."""
     name, shard, _ = next(filter(None, gather_objects(found, dist.group.WORLD)))
     same = [content for *which, content in own if which == [name, shard]]
-    hashes = {
-        rank: contents[0]
-        for rank, contents in enumerate(gather_objects(same, dist.group.WORLD))
-        if contents
-    }
-    most_common = Counter(hashes.values()).most_common(1)[0][0]  # the first rank's in a draw
+    hashes = {}
+    for rank, contents in enumerate(gather_objects(same, dist.group.WORLD)):
+        if contents:
+            hashes[rank] = contents[0]
+    most_common = Counter(hashes.values()).most_common(1)[0][0]  # the first rank's in a tie
     odd = [rank for rank, content in hashes.items() if content != most_common]
     rest = [rank for rank in hashes if rank not in odd]
     return (

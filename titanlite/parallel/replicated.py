@@ -1,7 +1,6 @@
 """Parameters that stay whole on every data-parallel rank (parallelism.fsdp_keep_whole).
 
-FSDP2 ignores them; this module replaces its work for them: computing in mixed_precision_param, and
-summing their gradients over the ranks, in one collective a step.
+FSDP2 ignores them; this module sums their gradients over the ranks, in one collective a step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,26 +13,15 @@ from titanlite.config.job import Job
 from titanlite.errors import UserError
 from titanlite.parallel.build import Context, match_parameters, named_parameters
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.param_view import forward_with_converted_params
 from titanlite.registry import Rule
 
 KEY = "parallelism.fsdp_keep_whole"
 
 
-def apply(model: nn.Module, context: Context) -> list[str]:
-    """Let modules compute with their replicated parameters in mixed_precision_param.
-
-    The parameters themselves keep their type.
-    """
+def note(context: Context) -> list[str]:
+    """Return a line on how many parameters the patterns match, if there are any."""
     patterns = context.job.config.parallelism.fsdp_keep_whole
     names = kept_whole(context.job, context.table)
-    dtype = getattr(torch, context.job.config.training.mixed_precision_param)
-    replicated = {*replicated_parameters(model, context)}
-    for module in model.modules():
-        parameters = module.named_parameters(recurse=False)
-        own = [name for name, p in parameters if p in replicated and p.dtype != dtype]
-        if own:
-            forward_with_converted_params(lambda parameter: parameter.to(dtype), module, own)
     if not names:
         return []
     count = f"{len(names)} of {len(context.table)}"
@@ -46,7 +34,7 @@ def kept_whole(job: Job, table: Mapping[str, Rule]) -> list[str]:
     if len(names) == len(table):
         raise UserError(f"{KEY} matches every parameter: replicate instead of sharding")
     experts = [name for name in names if table[name].tensor == "expert"]
-    if experts and job.layout.experts_on_own_mesh:  # which have other ranks to sum over
+    if experts and job.layout.experts_on_own_mesh:  # their gradients are summed over other ranks
         why = "experts are always sharded with expert or tensor parallel; name the other parameters"
         raise UserError(f"{KEY} matches {experts[0]}: {why}")
     return names

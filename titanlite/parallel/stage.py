@@ -1,6 +1,6 @@
 """A pipeline stage as torch's schedules run it: its shapes, its receive buffers, and its actions.
 
-Imported only where there is a pipeline: torch needs a second for it.
+Imported only under pipeline parallel, since importing torch's schedules takes a second.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from titanlite.runtime.page import phase
 def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Return the group of each directed edge between neighbors in the pipeline.
 
-    On one NCCL communicator, a send that waits for its receiver stops all that come after it.
-    `columns` has the ranks of each pipeline rank, `ranks` the pipeline rank of each stage. A group
-    of an edge that does not touch this rank is not for use.
+    On a shared NCCL communicator, a send that waits for its receiver blocks all later ones.
+    `columns` has the ranks of each pipeline rank, `ranks` the pipeline rank of each stage. The
+    group of an edge that does not touch this rank must not be used.
     """
     edges = {*pairwise(ranks), *pairwise(ranks[::-1])} - {(rank, rank) for rank in ranks}
     lanes = {}
     while edges:
-        apart = []  # no rank twice: one split makes the groups of them all
+        apart = []  # no rank twice, so that one split creates all their groups
         for edge in sorted(edges):
             if not {*edge} & {*chain(*apart)}:
                 apart.append(edge)
@@ -40,7 +40,7 @@ def build_lanes(columns: Tensor, ranks: list[int]) -> dict[tuple[int, int], dist
 
 
 class Received(dict[int, Any]):
-    """A stage's receive buffers, by micro-batch: without memory except between receiving and use.
+    """A stage's receive buffers, by micro-batch, allocated only between receive and use.
 
     torch would keep the buffers of all micro-batches from the first step to the end of the run.
     """
@@ -51,31 +51,31 @@ class Received(dict[int, Any]):
 
 
 def _place(buffers: Any, device: torch.device | str) -> None:
-    """Replace the buffers of a micro-batch by new ones."""
+    """Replace the buffers of a micro-batch with new ones."""
     for each in buffers:
         old = getattr(each, "buffer", None)
-        if old is not None:  # the first stage receives nothing for its tokens
+        if old is not None:  # the first stage has no buffer: it does not receive its tokens
             each.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 class StageRunner(Protocol):
-    """What runs a stage: the pipeline of this rank."""
+    """Runs a stage: this rank's pipeline."""
 
     group: dist.ProcessGroup
     lanes: dict[tuple[int, int], dist.ProcessGroup]
 
     def begin(self, stage: int, kind: str, number: int) -> None:
-        """Take note of an action that begins."""
+        """Record that an action begins."""
 
     def tokens(self, number: int) -> Tensor:
         """Return the tokens of a micro-batch."""
 
     def compute(self, stage: "Stage", inputs: Tensor) -> Tensor:
-        """Return the stage's output for the micro-batch that it acts on."""
+        """Return the stage's output for its current micro-batch."""
 
 
 class Stage(PipelineStage):
-    """One stage on this rank, which looks its inputs up by the number of the micro-batch."""
+    """One stage on this rank, which looks up its inputs by the number of the micro-batch."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Stage(PipelineStage):
         output: Tensor,
         pipeline: StageRunner,
     ) -> None:
-        """Give torch the shapes of inputs and output, or it would find them by a hidden pass."""
+        """Tell torch the shapes of inputs and output; otherwise it would run a hidden pass."""
         super().__init__(
             submodule=part,
             stage_index=index,
@@ -99,7 +99,7 @@ class Stage(PipelineStage):
         )
         self.pipeline = pipeline
         self.runs_again = False
-        """A backward pass is in its first half, which leaves out the gradients of weights."""
+        """True in the first half of a backward pass, which leaves out the gradients of weights."""
         self.args_recv_info = Received()
         self.grad_recv_info = Received()
         torch_private.send_nothing_to_this_rank(self)
@@ -119,7 +119,7 @@ class Stage(PipelineStage):
         return self._in_lanes(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _in_lanes(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Move operations to the groups of their edges, where there are such groups."""
+        """Move operations to the groups of their edges, if those have groups."""
         for each in operations:
             edge = self.group_rank, each.group_peer
             if each.op is dist.irecv:
@@ -149,23 +149,25 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        kind = "B" if full_backward else "I"
+        kind = "B"
+        if not full_backward:
+            kind = "I"
         with self._acting(kind, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             _place(self.grad_recv_info[bwd_chunk_id], "meta")
             if loss is not None:
-                # torch keeps the losses of a step: their graphs would keep the stage's inputs.
+                # torch keeps the losses of a step, and their graphs would keep the stage's inputs.
                 loss.detach_()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._acting("W", bwd_chunk_id, "backward"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            # FSDP's hooks do not run here, and the next W would add to these gradients in bfloat16.
+            # FSDP's hooks don't run here, and the next W would add to these gradients in bfloat16.
             torch_private.accumulate_gradients(self.submod)
 
     @contextmanager
     def _acting(self, kind: str, number: int, name: str) -> Iterator[None]:
-        """Record an action; raise its own error, which torch hides in a RuntimeError."""
+        """Record an action; raise its error, which torch wraps in a RuntimeError."""
         self.number = number
         self.runs_again = kind == "I"
         self.pipeline.begin(self.stage_index, kind, number)

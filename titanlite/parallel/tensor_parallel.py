@@ -1,9 +1,9 @@
 """Tensor and sequence parallel for any model, from the roles in its table.
 
-Between the blocks' matrix products every rank holds a slice of the sequence; a module of column and
-row layers sees the whole sequence, gathered once, and a slice of the heads or hidden units. So
-everything outside such modules must treat each token by itself. Parameters become DTensors on
-the `tp` mesh under their plain names.
+Between matrix products every rank holds a slice of the sequence; a module of column and row layers
+sees the whole sequence, gathered once, and a slice of the heads or hidden units. So everything
+outside such modules must treat each token by itself. Parameters become DTensors on the `tp` mesh
+under their plain names.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,9 +42,9 @@ SEQUENCE = Shard(1)
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
-    """Split every module with parameters by its row of the table.
+    """Split every module with parameters according to its role in the table.
 
-    Logits become DTensors, split over the vocabulary.
+    Logits become DTensors, split over the vocabulary unless disable_loss_parallel is set.
     """
     mesh = context.mesh.tp
     if mesh is None:
@@ -55,10 +62,12 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])
         gather = partial(_gather, mesh, cast)
         model.get_submodule(path).register_forward_pre_hook(gather, prepend=True)
-    tie(model, ties)  # splitting a module makes parameters of its own
+    tie(model, ties)  # splitting a module creates new parameters
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    logits = "split" if splits_logits else "replicated"
+    logits = "replicated"
+    if splits_logits:
+        logits = "split"
     note = f"Applied tensor parallel on {mesh.size()} ranks, logits {logits}"
     if not settings.enable_async_tensor_parallel:
         return [note]
@@ -73,8 +82,10 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 def _split_module(
     module: nn.Module, name: str, role: Role, mesh: DeviceMesh, splits_logits: bool
 ) -> None:
-    """Make a module's parameters DTensors, split or whole by its role."""
-    logits = Shard(-1) if splits_logits else Replicate()
+    """Turn a module's parameters into DTensors, split or whole according to its role."""
+    logits: Shard | Replicate = Replicate()
+    if splits_logits:
+        logits = Shard(-1)
     styles: dict[Role, ParallelStyle] = {
         "embedding": LocalParameters(Shard(0)),
         "column": ColwiseParallel(),
@@ -100,11 +111,11 @@ def _split_module(
 def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Role]:
     """Return the role of every module with parameters.
 
-    Raise UserError if the table or the degree does not fit.
+    Raise a UserError if the table or the degree does not fit.
     """
     roles = _roles(model, table)
     for name, role in roles.items():
-        # Vocabularies may be split unevenly; between a column and a row layer, slices are equal.
+        # A vocabulary may be split unevenly; slices between a column and a row layer may not.
         if role not in ("column", "row"):
             continue
         weight = model.get_parameter(f"{name}.weight")
@@ -123,7 +134,7 @@ def check(model: nn.Module, table: dict[str, Rule], degree: int) -> dict[str, Ro
 
 
 def sum_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum the ranks' gradients of replicated parameters, unless FSDP2 has done so."""
+    """Sum the gradients of replicated parameters over the ranks, unless FSDP2 has done so."""
     for parameter in parameters:
         gradient = parameter.grad
         is_split = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
@@ -144,7 +155,7 @@ def whole_sequence(
 
 
 def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
-    """Return the role of every module with own parameters: that of its weight, or of them all."""
+    """Return the role of every module that owns parameters: its weight's, or that of all."""
     roles: dict[str, Role] = {name: rule.tensor for name, rule in table.items()}
     for rule in table.values():
         if rule.tied:
@@ -156,7 +167,9 @@ def _roles(model: nn.Module, table: dict[str, Rule]) -> dict[str, Role]:
         if not own:
             continue
         role = own.get("weight", next(iter(own.values())))
-        bias_role = "replicated" if role == "row" else role
+        bias_role = role
+        if role == "row":
+            bias_role = "replicated"
         for name, other in own.items():
             if name != "weight" and not is_adapter(name) and other != bias_role:
                 raise UserError(
@@ -209,7 +222,7 @@ def _gather(
 
 
 class LocalParameters(ParallelStyle):
-    """Let a module's forward method see this rank's part of its own parameters: rows, or all."""
+    """Lets a module's forward method see this rank's part of its parameters: rows, or all."""
 
     def __init__(self, placement: Shard | Replicate) -> None:
         self._placement = placement
@@ -224,9 +237,10 @@ class LocalParameters(ParallelStyle):
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
         assert isinstance(parameter, DTensor)
-        # Where all ranks have it, each sees some of the tokens: the gradient is the sum over ranks.
-        own = Partial() if self._placement == Replicate() else self._placement
-        return parameter.to_local(grad_placements=(own,))
+        gradient: Placement = self._placement
+        if self._placement == Replicate():
+            gradient = Partial()  # each rank sees some of the tokens, so gradients must be summed
+        return parameter.to_local(grad_placements=(gradient,))
 
 
 def _look_up(
@@ -234,11 +248,12 @@ def _look_up(
 ) -> torch.Tensor:
     """Look up the rows that this rank has; return a slice of the sequence, summed over ranks.
 
-    torch's RowwiseParallel makes a gradient of all rows on every rank.
+    torch's RowwiseParallel would create a gradient for all rows on every rank.
     """
     elsewhere = (tokens < own.start) | (tokens >= own.stop)
     rows = forward((tokens - own.start).masked_fill(elsewhere, 0))
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
     summed = DTensor.from_local(rows, mesh, (Partial(),), run_check=False)
-    # Positions have no batch. A compiled block cannot handle a collective that is pending.
+    # Shard(-2), since positions have no batch dimension. The clone waits for the collective, which
+    # a compiled block can't.
     return summed.redistribute(placements=(Shard(-2),)).to_local().clone()

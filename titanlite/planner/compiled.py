@@ -1,10 +1,10 @@
-"""torch.compile in a rehearsal: the graphs that a backend gets, without the code that it makes.
+"""torch.compile in a rehearsal: the graphs a backend would receive, without generating code.
 
-aot_eager runs its graphs operation by operation, as here. Inductor keeps for the backward pass
-what its partitioner chooses, as here, and what only one fused kernel reads it does not write to
-memory: of the results in a graph those count that the graph returns, and those that a kernel of
-its own reads or makes, for a product of matrices, attention or a collective. What a fused kernel
-reads stays until the next such kernel.
+aot_eager runs its graphs operation by operation, and so does the rehearsal. Inductor keeps for the
+backward pass what its partitioner chooses, which the rehearsal asks it for, and does not write to
+memory what only one fused kernel reads. So a result inside a graph counts only if the graph returns
+it, or if an unfused kernel (a matrix product, attention, a collective) reads or writes it. What a
+fused kernel reads stays alive until the next unfused kernel.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def compile_without_code(
     dynamic: bool | None = None,
     backend: str = "inductor",
 ) -> Callable[..., Any]:
-    """Return the function as the backend would run it; one that is not known, as inductor would."""
-    # A rounding of an optimizer's state, which may break, would be a graph for each of its seeds.
+    """Return the function as the backend would run it; unknown backends count as inductor."""
+    # The rounding of an optimizer's state may break its graph, and would be recompiled per seed.
     if backend == "eager" or (dynamic and not fullgraph):
         return function
     backend_without_code = _backend(backend != "aot_eager")
@@ -38,7 +38,7 @@ def compile_without_code(
 
 @cache
 def _backend(as_inductor: bool) -> Callable[..., Any]:
-    """Return the same backend for all blocks, or each would have a graph of its own."""
+    """Return one backend for all blocks; otherwise each block would be compiled separately."""
     runner = _Fused if as_inductor else fx.Interpreter
 
     def run(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -48,12 +48,12 @@ def _backend(as_inductor: bool) -> Callable[..., Any]:
 
 
 class _Fused(fx.Interpreter):
-    """Runs a graph, and shows the counting only what inductor writes to memory."""
+    """Runs a graph, and lets the counting see only what inductor writes to memory."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self._read: list[Any] = []
-        """By fused kernels since the last other one."""
+        """What fused kernels have read since the last unfused one."""
 
     def run_node(self, n: fx.Node) -> Any:
         counting = Counting.current
@@ -72,7 +72,7 @@ class _Fused(fx.Interpreter):
 
 
 def _is_kernel(target: Any) -> bool:
-    """Return whether inductor calls a kernel of its own for an operation."""
+    """Return whether inductor calls a separate kernel for an operation."""
     if not is_operation(target):
         return False
     return target.overloadpacket in FLOPS or target.namespace not in ("aten", "prims")

@@ -1,9 +1,10 @@
-"""Count what a training step allocates, communicates and computes, on fake tensors as on real ones.
+"""Count what a training step allocates, communicates and computes, on fake or real tensors.
 
-Exact: bytes are those of the storages that are alive, as requested from an allocator; collectives
-and FLOPs are those of the operations that PyTorch dispatches. Not seen: memory inside kernels, an
-allocator's additions (rounding, fragments), buffers of communication libraries. A storage's kind is
-the strongest of all its uses, from its start: one that becomes a gradient counts as one."""
+Exact: bytes are those of the live storages, as requested from the allocator; collectives and FLOPs
+are those of the operations that PyTorch dispatches. Not seen: memory inside kernels, what an
+allocator adds (rounding, fragmentation), buffers of communication libraries. A storage has the
+strongest kind of all its uses, from its allocation on: one that becomes a gradient counts as a
+gradient throughout."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from titanlite.planner.torch_private import (
     CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
     around_sharding_propagation,
+    group_of,
     is_compiling,
     is_wrapper_subclass,
+    replaced,
     storage_key,
     written_arguments,
 )
-from titanlite.runtime.torch_private import process_groups
 
 _COLLECTIVES = {
     "all-gather": "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ "
@@ -44,13 +45,15 @@ _COLLECTIVES = {
     "broadcast": "broadcast_ broadcast",
     "send-receive": "send",
 }
-_KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names.split()}
+_KIND_OF_COLLECTIVE: dict[str, str] = {}
+for _kind, _names in _COLLECTIVES.items():
+    _KIND_OF_COLLECTIVE |= dict.fromkeys(_names.split(), _kind)
 FLOPS = dict(flop_registry)
 
 
 def _attention_flops(query: int, products: int, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of a CPU's attention, as torch counts a GPU's; `query` is the position of
-    the query.
+    """Return the FLOPs of attention on a CPU, counted as torch counts them on a GPU; `query` is
+    the position of the query among the arguments.
     """
     batch, heads, queries, dim = args[query].shape
     return products * 2 * batch * heads * queries * args[query + 1].size(2) * dim
@@ -62,7 +65,7 @@ _OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
 """Operations that do not read what they write to."""
 _ALLOCATES_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _READS_ROWS = {"embedding", "index", "gather"}
-"""Operations that read no more of their first argument than they return."""
+"""Operations that read only as much of their first argument as they return."""
 _WEAKEST_FIRST = (
     "",
     "communication",
@@ -73,8 +76,8 @@ _WEAKEST_FIRST = (
     "parameters",
     "host",
 )
-"""Kinds that follow from the uses of a storage; the strongest counts. Without one, its first phase
-decides.
+"""Kinds that follow from the uses of a storage; the strongest one counts. Without any, the phase
+that allocated it decides.
 """
 _KIND_OF_PHASE = {
     "head": "logits",
@@ -90,13 +93,13 @@ PHASE_OF_REGION = {
     "gradient norm": "gradient norm",
     "optimizer": "optimizer",
 }
-"""The phase that begins where train/step.py, or a pipeline stage, enters a region of this name."""
+"""The phase that begins when train/step.py, or a pipeline stage, enters a region of this name."""
 
 
 @dataclass
 class _Storage:
     phase: str
-    """Of its allocation."""
+    """The one that allocated it."""
     reference: weakref.ref[torch.UntypedStorage] | None = None
     bytes: int = 0
     use: str = ""
@@ -109,30 +112,30 @@ class _Storage:
 class Counting(TorchDispatchMode):
     """Counts what a rank of a layout does inside the context, from `restart` on.
 
-    Storages are counted if they were made in the context, or were marked.
+    A storage is counted if it was allocated in the context, or was marked.
     """
 
     current: "Counting | None" = None
-    """The one that counts now."""
+    """The active one."""
     phase = ""
     """The current phase of the step; set from outside."""
     event: Event | None = None
 
     def __init__(self, layout: Layout, offloads: bool = False) -> None:
-        """Offloaded tensors are counted apart, as on a machine with GPUs."""
+        """Count offloaded tensors separately, as on a machine with GPUs, if the job `offloads`."""
         super().__init__()
         self.offloads = offloads
         self._dimension = cache(partial(_dimension, layout))
         self.phase_of_region: Callable[[str], str | None] = PHASE_OF_REGION.get
         self._hidden = False
-        """In DTensor's own fake computations, which are of whole tensors, and in our own looking at
-        shards.
+        """True inside DTensor's shape computations, which use whole fake tensors, and while the
+        counting itself looks at shards.
         """
         self._alive: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int]] = []
-        """Storages, and how many bytes they grow by."""
+        """Storages, and the bytes each grows by."""
         self._operations: list[tuple[Operation, int]] = []
-        """Without bytes, and with the number of changes until each is done."""
+        """Operations without their bytes, each with the number of changes made until it is done."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -144,12 +147,12 @@ class Counting(TorchDispatchMode):
 
         def resize_and_see(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            if not is_compiling():  # the compiler makes stand-ins of its own
+            if not is_compiling():  # the compiler resizes only its stand-ins
                 self._see(storage, "gathered")  # how FSDP2 fills and frees whole parameters
 
         self._patches = ExitStack()
         self._patches.enter_context(around_sharding_propagation(self.hide))
-        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_see))
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", resize_and_see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:  # type: ignore[override]
@@ -166,7 +169,7 @@ class Counting(TorchDispatchMode):
                 self._see(local_part(tensor).untyped_storage(), use)
 
     def see(self, tree: Any) -> None:
-        """Count tensors that may have been made while the counting was hidden."""
+        """Count tensors that may have been allocated while the counting was hidden."""
         for tensor in _tensors(tree):
             if tensor.device.type != "meta":
                 self._see(tensor.untyped_storage())
@@ -178,7 +181,9 @@ class Counting(TorchDispatchMode):
 
     def restart(self, phase: str = "") -> None:
         """Forget all counts, but not the storages that are alive, and name the next phase."""
-        self._operations, self.phase, self.event = [], phase, None
+        self._operations = []
+        self.phase = phase
+        self.event = None
         self._changes = [(storage, storage.bytes) for storage in self._alive.values()]
 
     def enter_phase(self, phase: str) -> None:
@@ -190,29 +195,36 @@ class Counting(TorchDispatchMode):
         self.phase = phase
 
     def begin(self, event: Event | None, phase: str) -> None:
-        """Begin an event with the bytes that are alive; changes since the last operation belong to
-        the one before.
+        """Begin an event with the bytes alive now; changes since the last operation belong to the
+        event before.
         """
         self._end_operation()
-        self.event, self.phase = event, phase
+        self.event = event
+        self.phase = phase
         self._record(Operation(phase, 0))
 
     def _end_operation(self) -> None:
         """Record the changes since the last operation, if there are any."""
-        if len(self._changes) > (self._operations[-1][1] if self._operations else 0):
+        recorded = 0
+        if self._operations:
+            recorded = self._operations[-1][1]
+        if len(self._changes) > recorded:
             self._record(Operation(self.phase, 0))
 
     def recording(self) -> Recording:
-        """Return the counts since `restart`, without static bytes."""
+        """Return what was counted since `restart`, without static bytes."""
         self._record(Operation(self.phase, 0))
-        operations, done = list[Operation](), 0
+        operations = list[Operation]()
+        done = 0
         alive = [0] * len(KINDS)
         for operation, end in self._operations:
-            most, host = alive, alive[-1]
+            most = alive
+            host = alive[-1]
             for storage, growth in self._changes[done:end]:
                 alive = alive.copy()
                 alive[storage.kind] += growth
-                most, host = max(most, alive, key=_on_gpu), max(host, alive[-1])
+                most = max(most, alive, key=_on_gpu)
+                host = max(host, alive[-1])
             by_kind = (*most[:-1], host)
             operations.append(replace(operation, live=_on_gpu(most), by_kind=by_kind))
             done = end
@@ -227,56 +239,66 @@ class Counting(TorchDispatchMode):
             return result
         name = func.overloadpacket.__name__
         if name == "wait_tensor":
-            result = args[0]  # as on real tensors; a fake one would be a new one
-        results = [tensor for tensor in _tensors(result) if not is_wrapper_subclass(type(tensor))]
-        if name == "_record_function_enter_new" and (phase := self.phase_of_region(args[0])):
-            self.enter_phase(phase)
+            result = args[0]  # as on real tensors; a fake one would be returned as a new tensor
+        results = []
+        for tensor in _tensors(result):
+            if not is_wrapper_subclass(type(tensor)):
+                results.append(tensor)
+        if name == "_record_function_enter_new":
+            phase = self.phase_of_region(args[0])
+            if phase:
+                self.enter_phase(phase)
         before = len(self._changes)
         self.see(results)
         collective = None
         if func.namespace in ("c10d", "_c10d_functional"):
             collective = self._collective(name, result, args)
-            if func.namespace == "c10d":  # between DTensors it is an activation
+            if func.namespace == "c10d":  # those of DTensors read and write activations
                 self.mark("communication", _tensors(args))
-        elif (
-            name == "chunk_cat" and func.namespace == "fsdp"
-        ):  # where FSDP2 collects what it reduces
+        elif func.namespace == "fsdp" and name == "chunk_cat":
+            # FSDP2 collects the gradients that it reduces.
             self.mark("gradients", _tensors(args[0]))
-        moved = (
-            0
-            if collective
-            else _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
-        )
+        moved = 0
+        if not collective:
+            moved = _moved(func, results, args, kwargs, allocates=len(self._changes) > before)
+        flops = 0
+        dtype = ""
         count = FLOPS.get(func.overloadpacket)
-        flops = count(*args, **kwargs, out_val=result) if count else 0
+        if count:
+            flops = count(*args, **kwargs, out_val=result)
+        if flops:
+            dtype = _name(_tensors(args)[0].dtype)
         if collective or flops or moved:
-            dtype = _name(_tensors(args)[0].dtype) if flops else ""
             self._record(Operation(self.phase, 0, flops, dtype, moved, collective))
         return result
 
     def _collective(self, name: str, result: Any, args: Any) -> Collective | None:
-        """Return the collective that an operation of c10d is, if it is one and joins more than one
-        rank.
+        """Return the collective that a c10d operation runs, or None if it runs none or its group
+        has a single rank.
         """
         kind = _KIND_OF_COLLECTIVE.get(name)
         if not kind:
             return None
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        group_name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
+        group_name = args[-1]
+        if group is not None:
+            group_name = dist.ProcessGroup.unbox(group).group_name
         dimension, ranks = self._dimension(group_name)
         size = max(_bytes(_tensors(item)) for item in (*args[:2], result))
         if kind == "send-receive":
             ranks = min(ranks, 2)
-        return (
-            Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size)
-            if ranks > 1
-            else None
-        )
+        if ranks > 1:
+            return Collective(kind, dimension, ranks, _name(_tensors(args)[0].dtype), size)
+        return None
 
     def copy_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in the GPU's memory of a tensor in the host's, or the other way round."""
+        """Copy a tensor from the host's memory to the GPU's, or the other way around."""
         known = self._alive.get(storage_key(tensor.untyped_storage()))
-        kind, use = ("to GPU", "") if known and known.use == "host" else ("from GPU", "host")
+        kind = "from GPU"
+        use = "host"
+        if known and known.use == "host":
+            kind = "to GPU"
+            use = ""
         with self.hide():
             copy = tensor.clone()
         self._see(copy.untyped_storage(), use)
@@ -288,8 +310,9 @@ class Counting(TorchDispatchMode):
         self._operations.append((replace(operation, event=self.event), len(self._changes)))
 
     def _see(self, storage: torch.UntypedStorage, use: str = "") -> None:
-        """Count a storage that is new or has another size."""
-        key, size = storage_key(storage), storage.nbytes()
+        """Count a storage that is new or has a new size."""
+        key = storage_key(storage)
+        size = storage.nbytes()
         known = self._alive.get(key)
         if known is None:
             known = self._alive[key] = _Storage(self.phase)
@@ -306,8 +329,9 @@ class Counting(TorchDispatchMode):
 
     @contextmanager
     def hide(self) -> Iterator[None]:
-        """Count no operation, and no storage that is made."""
-        self._hidden, before = True, self._hidden
+        """Count no operations and no new storages."""
+        before = self._hidden
+        self._hidden = True
         try:
             yield
         finally:
@@ -320,31 +344,38 @@ def _on_gpu(alive: Sequence[int]) -> int:
 
 def _dimension(layout: Layout, group_name: str) -> tuple[str, int]:
     """Return the dimensions of a layout that a process group spans, and its size."""
-    group = next(group for group in process_groups() if group.group_name == group_name)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group_of(group_name))
     parts = list[str]()
     for names, degrees in views(layout):
         coordinates = np.unravel_index(ranks, degrees)
         spanned = [d for d in range(len(names)) if np.ptp(coordinates[d])]
         if prod(degrees[d] for d in spanned) == len(ranks):
             return " x ".join(names[d] for d in spanned), len(ranks)
-        parts += [names[d] for d in spanned if len(spanned) == 1]
-    return parts[0] if parts else "world", len(ranks)
+        if len(spanned) == 1:
+            parts.append(names[spanned[0]])
+    dimension = "world"
+    if parts:
+        dimension = parts[0]
+    return dimension, len(ranks)
 
 
 def _moved(func: Any, results: list[torch.Tensor], args: Any, kwargs: Any, allocates: bool) -> int:
-    """Return the bytes that an operation reads and writes at least; none if it returns views."""
+    """Return the fewest bytes that an operation reads and writes; 0 if it returns views."""
     name = func.overloadpacket.__name__
-    if func.namespace == "fsdp":  # copies of its first argument into or out of views of one buffer
+    if func.namespace == "fsdp":  # copies its first argument into or out of views of one buffer
         return 2 * _bytes(_tensors(args[0]))
-    written = [
-        t
-        for n, key in written_arguments(func)
-        for t in _tensors(args[n] if n < len(args) else kwargs.get(key))
-    ]
+    written = []
+    for n, key in written_arguments(func):
+        if n < len(args):
+            written.extend(_tensors(args[n]))
+        else:
+            written.extend(_tensors(kwargs.get(key)))
     if name in _ALLOCATES_ONLY or not (allocates or written):
         return 0
-    read = _tensors((args[1:] if name in _READS_ROWS else args, kwargs))
+    inputs = args
+    if name in _READS_ROWS:
+        inputs = args[1:]
+    read = _tensors((inputs, kwargs))
     if name in _OVERWRITES:
         read = [tensor for tensor in read if all(tensor is not other for other in written)]
     return _bytes(read) + _bytes(written or results)
@@ -354,14 +385,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    items = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    )
-    return [tensor for item in items for tensor in _tensors(item)]
+    items: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        items = tree.values()
+    elif isinstance(tree, tuple | list):
+        items = tree
+    found = list[torch.Tensor]()
+    for item in items:
+        found.extend(_tensors(item))
+    return found
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors; an expanded one has those of its storage."""
+    """Return the bytes of tensors; for an expanded one, those of its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 

@@ -1,11 +1,11 @@
 """Plan a deep model from rehearsals of shallow ones.
 
-Blocks that are alike do the same, so what a step sends and computes is affine in their number, and
-so is the most memory of each part of a step. Two rehearsals, of few blocks and of a period more,
-give any depth. Recomputation every n-th block and FSDP's groups have a period of several blocks;
-prefetches end some blocks before the last one. These are rehearsed whole: flavors without n_layers,
-blocks of different shapes, patterns that name a block, optimizers that take parameters one by one
-or in runs of equal size, and pipelines that split the backward pass."""
+Identical blocks do identical work, so what a step sends and computes is affine in their number, and
+so is the peak memory of each part of a step. Two rehearsals, one of a few blocks and one of a
+period more, give any depth. Recomputation of every n-th block and FSDP's groups have a period of
+several blocks; prefetches end some blocks before the last one. Rehearsed at full depth are: flavors
+without n_layers, blocks of different shapes, patterns that name a block, optimizers that take
+parameters one by one or in runs of equal size, and pipelines that split the backward pass."""
 
 import re
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def fullest(ranks: Sequence[Totals]) -> Totals:
 
 
 def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[Totals]:
-    """Return a step of each of a job's pipeline ranks: on the first of its ranks, which has the
-    largest shards.
+    """Return the totals of a step for each pipeline rank, taken from the first of its ranks, which
+    has the largest shards.
     """
     with FakeWorld() as world:
         return ranks_in(world, job, as_on_cuda, imbalance)
@@ -38,8 +38,8 @@ def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[
 def ranks_in(
     world: FakeWorld, job: Job, as_on_cuda: bool = True, imbalance: float = 1, limit: int = 0
 ) -> list[Totals]:
-    """Return the same in a world whose meshes and graphs other jobs share; with a limit of bytes,
-    none after a pipeline rank that needs more.
+    """Do what plan_ranks does, in a world whose meshes and graphs other jobs share; with a limit
+    in bytes, stop after the first pipeline rank that needs more.
     """
     step = partial(rehearse, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
     is_short = as_on_cuda and shortened(job) != job
@@ -54,8 +54,10 @@ def ranks_in(
     for number in range(job.layout.pp):
         rank = number * (job.layout.world // job.layout.pp)
         shallow, steps = _shallow_jobs(job, number)
-        kind = rank_kind(job, number) if is_short else number
-        if kind not in known:  # in turn: they share caches
+        kind = number
+        if is_short:
+            kind = rank_kind(job, number)
+        if kind not in known:  # one after the other: they share caches
             known[kind] = [step(one, rank=rank) for one in shallow]
         pairs = zip(known[kind], shallow, strict=True)
         taken = [all_batches(recording, one, number) for recording, one in pairs]
@@ -69,19 +71,19 @@ def ranks_in(
 def _extended(
     taken: Sequence[Recording], shallow: Sequence[Job], steps: int, job: Job, rank: int
 ) -> Totals | None:
-    """Return the totals of a rank's step, of the recordings of few blocks and of a period more;
-    None if their parts differ.
+    """Return the totals of a rank's step, extrapolated from recordings of a few blocks and of a
+    period more; None if their parts differ.
     """
-    few, more = (
-        add_up(recording, _places(one, shallow[0], job, rank))
-        for recording, one in zip(taken, shallow, strict=True)
-    )
-    return few.extended(more, steps) if few.moments.keys() == more.moments.keys() else None
+    few = add_up(taken[0], _places(shallow[0], shallow[0], job, rank))
+    more = add_up(taken[1], _places(shallow[1], shallow[0], job, rank))
+    if few.moments.keys() == more.moments.keys():
+        return few.extended(more, steps)
+    return None
 
 
 def _places(one: Job, few: Job, job: Job, rank: int) -> dict[int, tuple[Any, int] | None]:
-    """Return the place of each block of a rank, from the start of its stage or from the end, with
-    its number in the whole job; None for those in the middle that a job of few blocks lacks.
+    """Return each block's place on a rank, counted from the start or the end of its stage, with
+    its number in the whole job; None for middle blocks, which a job of few blocks lacks.
     """
     places = dict[int, tuple[Any, int] | None]()
     for stage in job.stages.ranks[rank]:
@@ -105,10 +107,11 @@ def _block_numbers(job: Job, stage: int) -> list[int]:
 
 
 def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
-    """Return a pipeline rank's job with few blocks and with a period more, and how many periods
-    the first lacks; only the job itself if it must be rehearsed whole.
+    """Return a pipeline rank's job with a few blocks and with a period more, and the number of
+    periods that the first lacks; only the job itself if it must be rehearsed at full depth.
     """
-    period, layers = _period(job), job.shape.layers
+    period = _period(job)
+    layers = job.shape.layers
     own = job.stages.ranks[number]
     if job.layout.pp > 1:
         layers = min(len(blocks_of(job, stage)) for stage in own)
@@ -120,7 +123,7 @@ def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
 
 
 def _shallower(job: Job, own: Sequence[int], less: int) -> Job:
-    """Return a job with so many blocks less, in each stage of a pipeline rank."""
+    """Return a job with `less` blocks fewer in each stage of a pipeline rank."""
     if job.layout.pp == 1:
         flavor = replace(job.model_config, n_layers=job.shape.layers - less)
         return replace(job, model_config=flavor, shape=job.spec.shape(flavor))
@@ -134,20 +137,22 @@ def _shallower(job: Job, own: Sequence[int], less: int) -> Job:
 def _period(job: Job) -> int:
     """Return after how many blocks the techniques repeat."""
     settings = job.config.activation_checkpoint
-    option = settings.selective_ac_option if settings.mode == "selective" else "1"
-    return lcm(job.config.parallelism.fsdp_blocks_per_group, int(option) if option.isdigit() else 1)
+    every = 1
+    if settings.mode == "selective" and settings.selective_ac_option.isdigit():
+        every = int(settings.selective_ac_option)
+    return lcm(job.config.parallelism.fsdp_blocks_per_group, every)
 
 
 def _edge(job: Job) -> int:
-    """Return how many of the first and of the last blocks differ from those between: prefetches end
-    there.
+    """Return how many of the first and of the last blocks differ from the others, since prefetches
+    begin and end there.
     """
     settings = job.config.parallelism
     return _period(job) * max(1, settings.fsdp_forward_prefetch, settings.fsdp_backward_prefetch)
 
 
 def _is_affine(job: Job) -> bool:
-    """Return whether all blocks are alike and the optimizer treats all parameters alike."""
+    """Return whether all blocks are identical and the optimizer treats all parameters alike."""
     config = job.config
     patterns = [
         *config.model.freeze,
@@ -156,26 +161,33 @@ def _is_affine(job: Job) -> bool:
     ]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return False
-    if job.stages.schedule in SPLIT_BACKWARD:  # gradients of weights name no block
+    if job.stages.schedule in SPLIT_BACKWARD:  # a backward pass of weights names no block
         return False
     settings = config.optimizer
     in_runs = settings.state_dtype == "bfloat16" or settings.name not in ("AdamW", "Adam", "SGD")
     if in_runs or settings.implementation == "for-loop":
         return False
     model, _ = build_model(job)
-    blocks = model.get_submodule(job.spec.blocks).children()
-    return len({tuple((n, p.shape) for n, p in block.named_parameters()) for block in blocks}) == 1
+    shapes = set()
+    for block in model.get_submodule(job.spec.blocks).children():
+        shapes.add(tuple((name, weight.shape) for name, weight in block.named_parameters()))
+    return len(shapes) == 1
 
 
 def _repeat_middle(recording: Recording, job: Job) -> Recording:
-    """Return a recording of at most three micro-batches as one of all, with the second one
-    repeated.
+    """Return a recording of at most three micro-batches extended to all of them, by repeating the
+    second.
     """
     times = job.batch.accumulation - 3
     if times <= 0 or job.layout.pp > 1:
         return recording
     phases = [operation.phase for operation in recording.operations]
-    starts = [i for i, phase in enumerate(phases) if phase == "embedding" != phases[i - 1]]
-    before, middle = recording.operations[: starts[1]], recording.operations[starts[1] : starts[2]]
-    operations = [*before, *[*middle] * (1 + times), *recording.operations[starts[2] :]]
+    starts = []
+    for i, phase in enumerate(phases):
+        if phase == "embedding" != phases[i - 1]:
+            starts.append(i)
+    before = recording.operations[: starts[1]]
+    middle = recording.operations[starts[1] : starts[2]]
+    repeated = [*middle] * (times + 1)
+    operations = [*before, *repeated, *recording.operations[starts[2] :]]
     return replace(recording, operations=operations)

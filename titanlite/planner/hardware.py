@@ -1,5 +1,5 @@
-"""The GPU, node and network that a plan is for, from hardware.toml and the files laid over it. No
-torch.
+"""The GPU, node and network that a plan is for, from hardware.toml and the files that override it.
+No torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _EXACT = ConfigDict(extra="forbid")
 @dataclass(frozen=True, config=_EXACT)
 class GPU:
     words: str
-    """Of its name in torch."""
+    """Words of its name in torch."""
     memory_gib: Positive
     memory: Positive
     """Bandwidth in GB/s."""
@@ -33,13 +33,13 @@ class GPU:
 @dataclass(frozen=True, config=_EXACT)
 class Host:
     gib: Positive = 1024
-    """Of a node's memory."""
+    """A node's memory."""
     memory: Positive = 410
     """Bandwidth in GB/s."""
     link: Positive = 32
-    """GB/s between it and a GPU, in one direction."""
+    """GB/s between the host and a GPU, in one direction."""
     disk: Positive = 5
-    """GB/s that a node reads and writes at once in training.offload_folder, both together."""
+    """GB/s of training.offload_folder on a node, reads and writes together."""
     source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16, one NVMe disk"
 
 
@@ -47,7 +47,7 @@ class Host:
 class Node:
     gpus: Count
     link: Positive
-    """GB/s that a GPU sends to the others of its node."""
+    """GB/s that a GPU sends to the other GPUs of its node."""
     nics: Count
     network: str
     source: str
@@ -57,9 +57,11 @@ class Node:
 @dataclass(frozen=True, config=_EXACT)
 class Reserve:
     gib: Annotated[float, Field(ge=0, strict=True)]
-    """Of a GPU's memory, for what no rehearsal counts."""
+    """Memory of a GPU for what no rehearsal counts."""
     allocator: Positive
-    """Times a step's peak, what torch's allocator takes where it has room."""
+    """What torch's allocator takes when it has room, as a multiple of a step's peak."""
+    allocator_alone: Positive
+    """The same on a rank that gathers nothing."""
     source: str
 
 
@@ -87,7 +89,7 @@ class Hardware:
 
     @property
     def link_rate(self) -> float:
-        """Return the bytes per second that a GPU sends to the others of its node."""
+        """Return the bytes per second that a GPU sends to the other GPUs of its node."""
         return self.node.link * 1e9
 
     @property
@@ -101,7 +103,7 @@ class Hardware:
         return self.node.host.memory * 1e9 / self.node.gpus
 
     def streaming(self, size: int) -> float:
-        """Return the seconds in which each GPU reads and writes so many bytes on the disk."""
+        """Return the seconds that reading and writing `size` bytes on the disk takes each GPU."""
         return 2 * size * self.node.gpus / (self.node.host.disk * 1e9)
 
     def peak(self, dtype: str) -> float:
@@ -125,17 +127,21 @@ class Hardware:
 
 
 def with_source(what: str, source: str) -> str:
-    """Return an assumption and its source, without the word that stands above it."""
+    """Return an assumption with its source, whose "assumed" the heading already says."""
     source = source.removeprefix("assumed").lstrip(",: ")
-    return f"{what} ({source})" if source else what
+    if source:
+        return f"{what} ({source})"
+    return what
 
 
 def _type(dtype: str) -> str:
-    return "float8" if dtype.startswith("float8") else dtype
+    if dtype.startswith("float8"):
+        return "float8"
+    return dtype
 
 
 def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
-    """Return the hardware around a GPU of hardware.toml, or of the files, which add to it or
+    """Return the hardware around a GPU, from hardware.toml and the files that add to it or
     override it.
     """
     table = hardware_table(files)
@@ -147,23 +153,27 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
 
 
 def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:
-    """Return an entry of the table; one of a user's file may be missing, lack a field or misspell
-    it.
+    """Return an entry of the table, or raise a UserError: in a user's file it may be missing, or
+    lack or misspell a field.
     """
     known = table[section]
     if name not in known:
-        close = [key for key in known if key.startswith(name)] or [
-            *filter(None, [nearest(name, known)])
-        ]
-        which = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)};"
+        close = [key for key in known if key.startswith(name)]
+        similar = nearest(name, known)
+        if similar and not close:
+            close = [similar]
+        which = f"known: {', '.join(known)};"
+        if close:
+            which = f"did you mean {' or '.join(close)}?"
         raise UserError(f"{asked} {name}: unknown {section}; {which} --hardware adds others")
     try:
         return TypeAdapter(kind).validate_python(known[name])
     except ValidationError as error:
         faults = []
         for fault in error.errors():
-            key = ".".join(map(str, fault["loc"]))
-            title = f"{key} = " if key else ""
+            title = ""
+            if fault["loc"]:
+                title = f"{'.'.join(map(str, fault['loc']))} = "
             faults.append(f"{title}{fault['input']!r}: {fault['msg']}")
         why = "; ".join(faults)
         raise UserError(f"hardware table, {section}.{name}: {why}") from None

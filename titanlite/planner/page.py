@@ -1,5 +1,5 @@
-"""A plan as one HTML file that needs no other and no script: the tables that `titanlite plan`
-prints, and a picture of the mesh.
+"""A plan as one self-contained HTML file without scripts: the tables that `titanlite plan` prints,
+and a picture of the mesh.
 """
 
 from collections.abc import Iterable
@@ -12,14 +12,18 @@ from titanlite.observe.page import html_table, write_html
 from titanlite.planner.plan import Plan
 from titanlite.planner.tables import heading, tables
 
-WIDTH, MOST_NODES, SQUARE = 1000, 64, 12
+WIDTH = 1000
+MOST_NODES = 64
+SQUARE = 12
 
 
 def write_page(plan: Plan, path: Path) -> None:
     """Write the page of a plan."""
     title, step, verdict = heading(plan)
     parts = [f"<p>{escape(plan.job.config.job.description)}</p><p>{escape(step)}</p>"]
-    state = "fits" if plan.fits else "over"
+    state = "over"
+    if plan.fits:
+        state = "fits"
     parts.append(f'<p id="verdict" class="{state}">{escape(verdict)}</p>')
     pictures = {"communication": draw_mesh(plan.job.layout, plan.hardware.node.gpus)}
     for table in tables(plan):
@@ -44,12 +48,13 @@ def _split(layout: Layout) -> list[str]:
 
 
 def draw_mesh(layout: Layout, gpus: int) -> str:
-    """Draw nodes as boxes and ranks as squares; colored are rank 0 and the ranks that share a group
+    """Draw nodes as boxes and ranks as squares, and color rank 0 and the ranks that share a group
     with it.
     """
     parts = []
     across = ceil((2 * gpus) ** 0.5)
-    width, height = SQUARE * across + 8, SQUARE * ceil(gpus / across) + 8
+    width = SQUARE * across + 8
+    height = SQUARE * ceil(gpus / across) + 8
     # A power of two, so that groups end where rows do.
     in_a_row = 1 << (int(WIDTH // (width + 8)).bit_length() - 1)
     nodes = ceil(layout.world / gpus)
@@ -57,7 +62,8 @@ def draw_mesh(layout: Layout, gpus: int) -> str:
     split = _split(layout)
     for rank in range(min(layout.world, drawn * gpus)):
         number, place = divmod(rank, gpus)
-        x, y = number % in_a_row * (width + 8), number // in_a_row * (height + 8)
+        x = number % in_a_row * (width + 8)
+        y = number // in_a_row * (height + 8)
         if not place:
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{width}" height="{height}" class="node"></rect>'
@@ -74,9 +80,7 @@ def draw_mesh(layout: Layout, gpus: int) -> str:
         parts.append(f"<rect {square}><title>rank {rank}: {title}</title></rect>")
     legend = _legend(["rank 0", *split])
     picture = _svg("mesh", parts, ceil(drawn / in_a_row) * (height + 8), f"{nodes} nodes")
-    more = (
-        f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>"
-        if nodes > MOST_NODES
-        else ""
-    )
+    more = ""
+    if nodes > MOST_NODES:
+        more = f"<p>The other {nodes - MOST_NODES:,} nodes are not drawn.</p>"
     return f"{legend}{picture}{more}"

@@ -1,11 +1,10 @@
-"""Name what a rehearsed step does: its phases, and the events of a pipeline rank."""
+"""Name the phases of a rehearsed step, and the events of a pipeline rank."""
 
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from titanlite.parallel.build import Context
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.planner.counting import PHASE_OF_REGION, Counting
 from titanlite.planner.record import Event
-from titanlite.planner.torch_private import around_sends, before_actions
+from titanlite.planner.torch_private import around_sends, before_actions, replaced
 
 _TRANSFERS = {
     "get_fwd_recv_ops": "forward receive",
@@ -23,12 +22,12 @@ _TRANSFERS = {
     "get_bwd_recv_ops": "backward receive",
     "get_bwd_send_ops": "backward send",
 }
-"""What torch calls for what a stage receives and sends, and the phase of each."""
+"""The methods that torch calls for what a stage receives and sends, and the phase of each."""
 
 
 def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name actions and the gaps between them, and what stages compute: blocks, and what comes
-    before and after them in a stage.
+    """Name actions and the gaps between them, and what a stage computes: its blocks, and what runs
+    before and after them.
     """
     begin = pipeline.begin
 
@@ -36,31 +35,33 @@ def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitSta
         stage = next(stage for stage in pipeline.stages if stage.stage_index == index)
         regions = PHASE_OF_REGION | _regions(stage, kind, pipeline.context)
         counting.phase_of_region = regions.get
-        phase = regions["forward" if kind == "F" else "backward"]
-        counting.begin(Event(kind, index, number), phase)
+        direction = "backward"
+        if kind == "F":
+            direction = "forward"
+        counting.begin(Event(kind, index, number), regions[direction])
         begin(index, kind, number)
 
     def gather(index: int) -> None:
         groups(Event("gather", index), "forward gather", lambda: None)
 
     groups = partial(_name_groups, pipeline.job.spec.blocks, counting)
-    hooks.enter_context(patch.object(pipeline, "begin", act))
+    hooks.enter_context(replaced(pipeline, "begin", act))
     hooks.enter_context(before_actions(pipeline.schedule, gather))
     step = partial(_step, pipeline, counting, pipeline.schedule.step)
-    hooks.enter_context(patch.object(pipeline.schedule, "step", step))
+    hooks.enter_context(replaced(pipeline.schedule, "step", step))
     hooks.enter_context(around_sends(lambda operation: counting.begin(*operation.begins)))
     for stage in pipeline.stages:
         for method, phase in _TRANSFERS.items():
             transfer = partial(
                 _transfer, counting, phase, stage.stage_index, getattr(stage, method)
             )
-            hooks.enter_context(patch.object(stage, method, transfer))
+            hooks.enter_context(replaced(stage, method, transfer))
         if isinstance(stage.submod, FSDPModule):
             unshard = partial(groups, None, "forward gather", stage.submod.unshard)
-            hooks.enter_context(patch.object(stage.submod, "unshard", unshard))
+            hooks.enter_context(replaced(stage.submod, "unshard", unshard))
         event = Event("reduce", stage.stage_index, 1)
         reduce = partial(groups, event, "backward reduction", stage.perform_reduce_grad)
-        hooks.enter_context(patch.object(stage, "perform_reduce_grad", reduce))
+        hooks.enter_context(replaced(stage, "perform_reduce_grad", reduce))
         before = "embedding" if stage.is_first else "input"
         after = "head" if stage.is_last else "forward output"
         name_phases(stage.submod, pipeline.context, counting, hooks, before, after)
@@ -70,9 +71,10 @@ def _step(
     pipeline: Pipeline, counting: Counting, step: Callable[..., None], losses: list[torch.Tensor],
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run the schedule, and add the losses of micro-batches that it left out."""
+    """Run the schedule, and add the losses of the micro-batches that it left out."""
     step(losses=losses, **options)
-    if left_out := len(options["target"]) - pipeline.job.stages.micro_batches:
+    left_out = len(options["target"]) - pipeline.job.stages.micro_batches
+    if left_out:
         counting.begin(Event("left out"), "head")
         losses += [loss.clone() for loss in losses[:1] * left_out]
     counting.begin(Event("rest"), "sum of losses")
@@ -82,7 +84,7 @@ def _step(
 def _transfer(
     counting: Counting, phase: str, index: int, operations: Callable[[int], list[Any]], number: int
 ) -> list[Any]:
-    """Begin to receive, or tell the operations of a send what they begin."""
+    """Begin to receive, or attach to the operations of a send the event that they begin."""
     direction, verb = phase.split()
     event = Event(f"{verb} {direction[0].upper()}", index, number)
     if verb == "receive":
@@ -97,13 +99,15 @@ def _name_groups(
     blocks: str, counting: Counting, event: Event | None, phase: str, run: Callable[..., Any],
     *args: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """Gather or reduce a stage's parameters outside of its actions, and name the blocks by FSDP2's
-    regions.
+    """Gather or reduce a stage's parameters outside of its actions, and name the blocks after
+    FSDP2's regions.
     """
 
     def phase_of(region: str) -> str:
         block = re.search(rf"\({re.escape(blocks)}\.(\d+)", region)
-        return f"{phase} {block[1]}" if block else phase
+        if block:
+            return f"{phase} {block[1]}"
+        return phase
 
     counting.begin(event or counting.event, phase)
     counting.phase_of_region = phase_of
@@ -111,8 +115,10 @@ def _name_groups(
 
 
 def _regions(stage: Any, kind: str, context: Context) -> dict[str, str]:
-    """Return the phases that begin a stage's action, where they are not those of a whole model."""
-    begins = {} if stage.is_first else {"forward": "forward input"}
+    """Return the phases that begin a stage's action, where they differ from a whole model's."""
+    begins = {}
+    if not stage.is_first:
+        begins = {"forward": "forward input"}
     if stage.is_last and not context.blocks(stage.submod):
         begins = {"forward": "head"}
     if kind == "W":
@@ -130,8 +136,8 @@ def name_phases(
     before: str = "embedding",
     after: str = "head",
 ) -> None:
-    """Name the block that is computed in the counting, and the code before and after the blocks; a
-    block begins when its parameters are gathered.
+    """Name each block, and the code before and after the blocks, as phases of the counting; a block
+    begins when its parameters are gathered.
     """
 
     def on_gradient(phase: str, hidden: Any) -> None:

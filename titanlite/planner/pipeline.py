@@ -1,9 +1,9 @@
-"""Plan a pipeline rank's step of many micro-batches from one of few.
+"""Plan a pipeline rank's step of many micro-batches from a step of few.
 
-Exact, as tests compare with rehearsals of the whole: what a rank does from an event to the next is
-the same for all micro-batches, but for the first and the last event of a kind on a stage; and it is
-the same for ranks whose stages have equally many blocks. Only the order of the events differs, and
-torch's schedules tell it without computing."""
+Exact, as tests confirm by rehearsing whole steps: what a rank does between two events is the same
+for all micro-batches except at the first and the last event of a kind on a stage, and the same for
+ranks whose stages have the same number of blocks. Only the order of the events differs, and torch's
+schedules give it without computing."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,15 @@ from titanlite.planner.torch_private import SilentStage, run_silently
 
 
 def shortened(job: Job) -> Job:
-    """Return a pipeline's job with the fewest micro-batches that have every kind of event: the
-    first, the last, and one between.
+    """Return a pipeline's job with the fewest micro-batches that still have every kind of event:
+    the first, the last, and one in between.
     """
-    stages, reshard = job.stages, job.config.parallelism.fsdp_reshard_after_forward
+    stages = job.stages
+    reshard = job.config.parallelism.fsdp_reshard_after_forward
     if (
         job.layout.pp == 1
         or len(stages.ranks[0]) > 3  # torch's schedules gather three stages ahead
-        or reshard not in ("default", "never")  # a forward pass gathers except after a backward one
+        or reshard not in ("default", "never")  # forward passes gather, except after a backward one
     ):
         return job
     return replace(job, stages=_shortened(stages))
@@ -39,19 +40,21 @@ def _shortened(stages: Stages) -> Stages:
     for count in range(3, stages.micro_batches):
         few = replace(stages, micro_batches=count)
         try:
-            if all(
-                {*_kinds(_events(stages, rank))} <= {*_kinds(_events(few, rank))}
-                for rank in range(len(stages.ranks))
-            ):
+            if all(_has_all_kinds(few, stages, rank) for rank in range(len(stages.ranks))):
                 return few
         except ValueError:
             continue  # torch's schedule does not run this number
     return stages
 
 
+def _has_all_kinds(few: Stages, stages: Stages, rank: int) -> bool:
+    """Return whether a rank has every kind of event with few micro-batches that it has with all."""
+    return {*_kinds(_events(stages, rank))} <= {*_kinds(_events(few, rank))}
+
+
 def rank_kind(job: Job, rank: int) -> Any:
-    """Return the key that ranks share if they differ only in the numbers of their blocks and the
-    order of their events.
+    """Return a key that ranks share if they differ only in their blocks' numbers and in the order
+    of their events.
     """
     stages = []
     for stage in job.stages.ranks[rank]:
@@ -65,7 +68,7 @@ def blocks_of(job: Job, stage: int) -> list[str]:
 
 
 def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
-    """Return a rank's step from one of shortened stages, which a rank of such stages took."""
+    """Return a rank's whole step from the shortened step of a rank of its kind."""
     start, *parts = ([*part] for _, part in groupby(few.operations, lambda one: one.event))
     taken = [part[0].event or Event("rest") for part in parts]
     afterwards = [*parts[1:], parts[-1]]
@@ -83,8 +86,8 @@ def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
 
 
 def _renamed(one: Operation, firsts: Sequence[tuple[int, int]]) -> Operation:
-    """Return an operation of the rank that took it with the number of this rank's block; `firsts`
-    are the first blocks of the stages of both, in order.
+    """Return an operation with this rank's number of the block, not that of the rank that took it;
+    `firsts` are the first blocks of the stages of both, in order.
 
     A rank gathers a stage during the event of another one, or before any.
     """
@@ -96,7 +99,7 @@ def _renamed(one: Operation, firsts: Sequence[tuple[int, int]]) -> Operation:
 
 
 def _moved(one: Operation, event: Event, growth: tuple[int, ...]) -> Operation:
-    """Return an operation at another event, with other bytes alive."""
+    """Return an operation moved to another event, with the bytes alive there."""
     by_kind = tuple(map(add, one.by_kind, growth))
     return replace(one, live=sum(by_kind[:-1]), by_kind=by_kind, event=event)
 
@@ -108,24 +111,28 @@ def _first_blocks(job: Job, events: Sequence[Event]) -> list[int]:
 
 
 def _kinds(events: Sequence[Event]) -> Iterator[tuple[int, str, str, bool, bool]]:
-    """Yield of each event the place of its stage on the rank, its kind, for a send the kind of the
-    stage's action, and whether a later and an earlier event are like it.
+    """Yield for each event the place of its stage on the rank, its kind, for a send the kind of the
+    stage's last action, and whether a later and whether an earlier event is like it.
     """
     stages = sorted({event.stage for event in events})
     left = Counter((event.stage, event.kind) for event in events)
-    whole, acted = left.copy(), dict[int, str]()
+    whole = left.copy()
+    acted = dict[int, str]()
     for event in events:
         key = event.stage, event.kind
         left[key] -= 1
         if event.kind in ("F", "B", "I", "W"):
             acted[event.stage] = event.kind
-        sent = acted[event.stage] if event.kind.startswith("send") else ""
+        sent = ""
+        if event.kind.startswith("send"):
+            sent = acted[event.stage]
         yield stages.index(event.stage), event.kind, sent, left[key] > 0, left[key] + 1 < whole[key]
 
 
 def _events(stages: Stages, rank: int) -> list[Event]:
-    """Return the events of a rank's step in order, but for the rest of the step."""
-    own, events = stages.ranks[rank], list[Event]()
+    """Return the events of a rank's step in order, without the rest after the schedule."""
+    own = stages.ranks[rank]
+    events = list[Event]()
     silent = [SilentStage(stage, stages.rank_of, events) for stage in own]
     run_silently(build_schedule(silent, stages), events)
     return events

@@ -1,6 +1,6 @@
-"""The plan of a job: a step's memory, communication and the bound of its time, and whether it fits.
+"""The plan of a job: a step's memory, communication, the bound of its time, and whether it fits.
 
-`to_json` gives all of it; the tables show nothing else. docs/planning.md explains the names."""
+`to_json` gives all of it; the tables show nothing more. docs/planning.md explains the names."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from titanlite.config.job import Job
 from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.throughput import TokenFlops, flops_per_token
+from titanlite.parallel import fsdp
 from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, with_source
@@ -19,12 +20,12 @@ from titanlite.planner.record import KINDS, Totals
 from titanlite.planner.speed import ASSUMED, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
 VERSION = 2
-"""Of the JSON; another one if a name goes or changes its meaning."""
+"""The version of the JSON; it rises when a name is removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step communicates over one dimension of the mesh, in one way."""
+    """What a step communicates over one dimension of the mesh, with one kind of collective."""
 
     dimension: str
     kind: str
@@ -39,7 +40,9 @@ class Traffic:
     def where(self) -> str:
         if self.ranks_in_node == self.ranks:
             return "in the node"
-        return "between nodes" if self.ranks_in_node == 1 else f"{self.ranks_in_node} in a node"
+        if self.ranks_in_node == 1:
+            return "between nodes"
+        return f"{self.ranks_in_node} in a node"
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ class Plan:
     flops_per_token: int
     """Of the model, as MFU counts them: recomputation is left out."""
     tokens: float = 0
-    """To train on; 0 if not given."""
+    """Tokens to train on; 0 if not given."""
     imbalance: float = 1
-    """How many times the mean the fullest rank receives for its experts."""
+    """What the fullest rank receives for its experts, as a multiple of the mean."""
     balanced_peak: int = 0
-    """The peak where no rank receives more than another."""
+    """The peak if all ranks receive equally much."""
     ranks: Sequence[Totals] = ()
-    """Those of each rank of a pipeline; the plan's are the fullest one's."""
+    """The totals of each rank of a pipeline; `totals` are those of the fullest one."""
 
     @property
     def fits(self) -> bool:
@@ -73,7 +76,9 @@ class Plan:
     @property
     def without_flushes(self) -> float:
         """Return the most bytes that torch's allocator takes if it never flushes its cache."""
-        return self.totals.peak * self.hardware.reserve.allocator
+        reserve = self.hardware.reserve
+        gathers = fsdp.is_needed(self.job)
+        return self.totals.peak * (reserve.allocator if gathers else reserve.allocator_alone)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
@@ -82,7 +87,7 @@ class Plan:
 
     @property
     def assumptions(self) -> list[str]:
-        """Return the assumptions of the verdict on memory."""
+        """Return the assumptions behind the verdict on memory."""
         texts = [reserve_text(self.hardware)]
         if is_compiled(self.job):
             texts.append("compiled: fused kernels write no temporaries, as inductor's on one H100")
@@ -103,19 +108,25 @@ class Plan:
 
     @property
     def rates(self) -> dict[str, Any]:
-        """Return what the bound of a step allows."""
+        """Return the rates that the bound of a step allows."""
         per_gpu = self.speed.tokens_per_gpu
+        days = None
+        if self.tokens:
+            days = self.speed.days(self.tokens)
         return {
             "seconds": self.speed.bound,
             "tokens_per_second_per_gpu": per_gpu,
             "mfu_percent": 100 * per_gpu * self.flops_per_token / self.hardware.peak("bfloat16"),
-            "days": self.speed.days(self.tokens) if self.tokens else None,
+            "days": days,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan, in bytes and seconds."""
-        config, layout, batch = self.job.config, self.job.layout, self.job.batch
-        totals, speed = self.totals, self.speed
+        config = self.job.config
+        layout = self.job.layout
+        batch = self.job.batch
+        totals = self.totals
+        speed = self.speed
         return {
             "version": VERSION,
             "job": {
@@ -177,14 +188,16 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float 
         ranks = plan_ranks(job, imbalance=imbalance)
     speed = speed_of_job(job, ranks, hardware)
     flops = token_flops(job).total
-    of_pipeline = ranks if job.layout.pp > 1 else ()
+    of_pipeline: Sequence[Totals] = ()
+    if job.layout.pp > 1:
+        of_pipeline = ranks
     return Plan(
         job, hardware, fullest(ranks), speed, flops, tokens, imbalance, balanced_peak, of_pipeline
     )
 
 
 def token_flops(job: Job) -> TokenFlops:
-    """Return the FLOPs of a token; recomputation is left out."""
+    """Return the FLOPs of a token, without recomputation."""
     model, table = build_model(job)
     seq_len = job.config.training.seq_len
     return flops_per_token(model.named_parameters(), table, job.shape, seq_len, job.spec.blocks)
@@ -199,11 +212,12 @@ def reserve_text(hardware: Hardware) -> str:
 
 
 def traffic_of(job: Job, totals: Totals, per_node: int) -> list[Traffic]:
-    """Sum up a step's collectives by dimension, kind, group size and type; outer dimensions
+    """Sum a step's collectives by dimension, kind, group size and type, outermost dimension
     first.
     """
     order = [*DIMENSIONS, *EXPERT_DIMENSIONS, "world", "host"]
-    numbers, sizes = Counter[Any](), Counter[Any]()
+    numbers = Counter[Any]()
+    sizes = Counter[Any]()
     for one, number in totals.number.items():
         near = ranks_in_a_node(one, job.layout, per_node)
         place = order.index(one.dimension.split(" x ")[0])

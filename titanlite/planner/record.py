@@ -1,5 +1,5 @@
-"""What a rehearsal of one training step records: its operations in order, the bytes alive, the
-collectives. No torch.
+"""What a rehearsal of one training step records: its operations in order, with the bytes alive and
+the collectives. No torch.
 
 Bytes, FLOPs and collectives are those of one rank.
 """
@@ -14,35 +14,37 @@ from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 KINDS = tuple(
     "parameters gathered gradients activations logits optimizer buffers communication host".split()
 )
-"""The uses of bytes. "buffers" are the model's; "communication" is read or written by a
-collective; "host" is offloaded memory, in no GPU's memory.
+"""The uses of memory. "buffers" are the model's; "communication" is read or written by a
+collective; "host" is offloaded, so on no GPU.
 """
 DISK = "disk"
-"""The static bytes in training.offload_folder, and their resource."""
+"""Names the static bytes in training.offload_folder, and the disk as a resource."""
 ON_HOST = " on the host"
-"""Ends a phase that the host computes."""
+"""Ends the name of a phase that the host computes."""
 
 
 def views(layout: Layout) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Return the names and degrees of a layout's dimensions, then those that experts have."""
-    experts = [(EXPERT_DIMENSIONS, layout.expert_degrees)] * (layout.ep > 1)
-    return [(DIMENSIONS, layout.degrees), *experts]
+    """Return the names and degrees of a layout's dimensions, then those of its experts' mesh."""
+    found: list[tuple[tuple[str, ...], tuple[int, ...]]] = [(DIMENSIONS, layout.degrees)]
+    if layout.ep > 1:
+        found.append((EXPERT_DIMENSIONS, layout.expert_degrees))
+    return found
 
 
 @dataclass(frozen=True)
 class Collective:
     kind: str
     """ "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send-receive",
-    which is recorded where it is sent; "to GPU" and "from GPU" of offloaded tensors.
+    which is recorded by the sender; "to GPU" and "from GPU" for offloaded tensors.
     """
     dimension: str
-    """As in Layout ("dp_shard"), "ep" and "efsdp" of experts; joined with " x " where a group spans
-    several, "world" for all ranks; "host" of offloaded tensors.
+    """As in Layout ("dp_shard"), or "ep" and "efsdp" for experts; joined with " x " if a group
+    spans several, "world" for all ranks; "host" for offloaded tensors.
     """
     ranks: int
     dtype: str
     bytes: int
-    """Of the whole tensor: the gathered one, the one before it is scattered, the one sent."""
+    """Bytes of the whole tensor: after a gather, before a scatter, or as sent."""
 
     def __str__(self) -> str:
         size = f"{self.bytes:,} bytes"
@@ -53,9 +55,9 @@ class Event(NamedTuple):
     """A part of a pipeline rank's step."""
 
     kind: str
-    """ "F", "B", "I" or "W" of an action, "gather" before it where the schedule waits for its
-    parameters, "reduce" of a stage's gradients, "receive F" and "receive B" of what an action needs
-    of another rank, "send F" and "send B" of what it gives it, and "rest" of a step after all.
+    """ "F", "B", "I" or "W" for an action; "gather" before it, if the schedule waits for its
+    parameters; "reduce" for a stage's gradients; "receive F" and "receive B" for an action's inputs
+    from another rank, "send F" and "send B" for its outputs; and "rest" after the schedule.
     """
     stage: int = -1
     micro_batch: int = -1
@@ -65,27 +67,27 @@ class Event(NamedTuple):
 class Operation:
     phase: str
     """ "embedding", "forward 3", "head", "backward head", "backward 3", "gradient norm",
-    "optimizer", …; of later pipeline stages "forward input" and "backward gradient" are first,
-    "forward output" and "backward input" last, and "backward weights" is a backward pass's second
-    half; "forward send" and "backward receive" are between actions.
+    "optimizer", …; in later pipeline stages "forward input" and "backward gradient" come first,
+    "forward output" and "backward input" last, and "backward weights" is the second half of a
+    backward pass; "forward send" and "backward receive" lie between actions.
     """
     live: int
-    """The most bytes alive until this operation is done, all kinds together."""
+    """The most bytes alive, of all kinds, until this operation is done."""
     flops: int = 0
-    """By the table of torch.utils.flop_counter."""
+    """Counted by the table of torch.utils.flop_counter."""
     dtype: str = ""
-    """Of its FLOPs."""
+    """The type of its FLOPs."""
     moved: int = 0
     """Bytes of its inputs and outputs, the least traffic of device memory; 0 for views and
     collectives.
     """
     collective: Collective | None = None
     by_kind: tuple[int, ...] = ()
-    """`live` as a sum over KINDS, in their order, and the most on the host until this operation is
-    done; empty where kinds were not separated.
+    """`live` divided into KINDS, in their order, then the most bytes on the host until this
+    operation is done; empty if kinds were not separated.
     """
     event: Event | None = None
-    """Of a pipeline's rank: the last one that began."""
+    """The last event that began on a pipeline's rank."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Recording:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Return the bytes alive at the peak, by kind; on the host, at its own."""
+        """Return the bytes alive at the peak, by kind; the host's at the host's own peak."""
         fullest = max(self.operations, key=lambda operation: operation.live)
         on_host = (one.by_kind[-1] for one in self.operations if one.by_kind)
         host = max(on_host, default=0)
@@ -114,9 +116,7 @@ class Recording:
         return max(self.operations, key=lambda operation: operation.live).phase
 
     def collectives(self) -> Counter[Collective]:
-        return Counter(
-            operation.collective for operation in self.operations if operation.collective
-        )
+        return Counter(filter(None, (operation.collective for operation in self.operations)))
 
 
 class Moment(NamedTuple):
@@ -129,24 +129,24 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Totals:
-    """One step of one rank, summed up."""
+    """The totals of one step of one rank."""
 
     moments: Mapping[Any, Moment]
-    """Of each part of the step, in order."""
+    """The fullest moment of each part of the step, in order."""
     static: Mapping[str, int]
     flops: Counter[str]
-    """By type."""
+    """FLOPs by type."""
     moved: Counter[str]
-    """Bytes that no compiler can fuse away, of the GPU's memory ("") and of the host's: of matrix
-    products, of the update, and on the host."""
+    """Traffic in bytes that no compiler can fuse away (matrix products, the update, the host's
+    work), by memory: "" is the GPU's, ON_HOST the host's."""
     number: Counter[Collective]
-    """Of the collectives of a kind, whose own bytes are 0 here."""
+    """How often each collective runs; those that differ only in bytes share a key with 0 bytes."""
     sent: Counter[Collective]
-    """The bytes of these, together."""
+    """Their bytes together, by the same keys."""
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Return the bytes alive at the peak, by kind; on the host, at its own."""
+        """Return the bytes alive at the peak, by kind; the host's at the host's own peak."""
         on_host = (moment.by_kind[-1] for moment in self.moments.values() if moment.by_kind)
         host = max(on_host, default=0)
         return {**dict(zip(KINDS, self._fullest.by_kind, strict=False)), "host": host}
@@ -165,8 +165,8 @@ class Totals:
         return max(self.moments.values(), key=lambda moment: moment.live)
 
     def extended(self, more: "Totals", steps: int) -> "Totals":
-        """Return the totals that are `steps` times as far from these as `more` are, which have a
-        period of blocks more.
+        """Extrapolate the totals linearly, `steps` times the distance from these to `more`, which
+        have a period of blocks more.
         """
         moments = {}
         for key, one in self.moments.items():
@@ -174,13 +174,16 @@ class Totals:
             pairs = zip(one.by_kind, other.by_kind, strict=True)
             by_kind = tuple(few + (many - few) * steps for few, many in pairs)
             moments[key] = Moment(one.phase, one.live + (other.live - one.live) * steps, by_kind)
+        static = {}
+        for kind, few in self.static.items():
+            static[kind] = few + (more.static[kind] - few) * steps
         return Totals(
             moments,
-            {kind: few + (more.static[kind] - few) * steps for kind, few in self.static.items()},
-            *(
-                _extended(getattr(self, name), getattr(more, name), steps)
-                for name in ("flops", "moved", "number", "sent")
-            ),
+            static,
+            _extended(self.flops, more.flops, steps),
+            _extended(self.moved, more.moved, steps),
+            _extended(self.number, more.number, steps),
+            _extended(self.sent, more.sent, steps),
         )
 
 
@@ -191,30 +194,39 @@ def _extended(few: Counter[Any], more: Counter[Any], steps: int) -> Counter[Any]
 def add_up(
     recording: Recording, places: Mapping[int, tuple[Any, int] | None] | None = None
 ) -> Totals:
-    """Return the totals of a step; the moments of a block are found by its place, and named by the
-    number beside that. A block whose place is None has none.
+    """Return the totals of a step. A block's moments have its place as their key, and are named by
+    the number given with the place; a block whose place is None gets none.
     """
     moments = dict[Any, Moment]()
-    flops, moved, number, sent = Counter[str](), Counter[str](), Counter[Any](), Counter[Any]()
+    flops = Counter[str]()
+    moved = Counter[str]()
+    number = Counter[Any]()
+    sent = Counter[Any]()
     for one in recording.operations:
         flops[one.dtype] += one.flops
         is_on_host = one.phase.endswith(ON_HOST)
-        if one.flops or one.phase == "optimizer" or is_on_host:
-            moved[ON_HOST if is_on_host else ""] += one.moved
+        if is_on_host:
+            moved[ON_HOST] += one.moved
+        elif one.flops or one.phase == "optimizer":
+            moved[""] += one.moved
         if one.collective:
             kind = replace(one.collective, bytes=0)
             number[kind] += 1
             sent[kind] += one.collective.bytes
         phase, _, block = one.phase.rpartition(" ")
-        key, name = (one.event, one.phase), one.phase
+        key = (one.event, one.phase)
+        name = one.phase
         if block.isdigit() and places:
             place = places[int(block)]
             if place is None:
                 continue
-            key, name = (one.event, phase, place[0]), f"{phase} {place[1]}"
+            key = (one.event, phase, place[0])
+            name = f"{phase} {place[1]}"
         found = Moment(name, one.live, one.by_kind)
         known = moments.setdefault(key, found)
-        fuller = found if found.live > known.live else known
+        fuller = known
+        if found.live > known.live:
+            fuller = found
         if fuller.by_kind:
             host = max(known.by_kind[-1:], found.by_kind[-1:])
             fuller = fuller._replace(by_kind=(*fuller.by_kind[:-1], *host))

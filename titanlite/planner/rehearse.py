@@ -1,9 +1,9 @@
-"""Rehearse a training step: the code that trains runs once as one rank of a fake world, on tensors
+"""Rehearse a training step: run the training code once as one rank of a fake world, on tensors
 without memory.
 
-Exact, as tests/planner/test_exact.py compares with real processes: the bytes alive and the
-collectives of the second step, when the optimizer has its state. Assumed, when a GPU is planned:
-AS_ON_CUDA lists all that a CPU keeps and a GPU does not."""
+Exact, as tests/planner/test_exact.py confirms against real processes: the bytes alive and the
+collectives of the second step, when the optimizer has its state. Assumed in a plan for GPUs:
+AS_ON_CUDA lists everything that a CPU keeps and a GPU does not."""
 
 import gc
 import logging
@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from traceback import walk_tb
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
-from titanlite.parallel import expert_parallel, tensor_parallel
+from titanlite.parallel import expert_parallel
 from titanlite.parallel.build import Context, Converter, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
@@ -46,6 +45,7 @@ from titanlite.planner.torch_private import (
     fake_tensor_mode,
     holding_what_is_sent,
     real_tensors,
+    replaced,
     storage_key,
     untraceable,
     waiting_as_on_a_device,
@@ -61,7 +61,7 @@ _WITHOUT_STATE = {
     "optimizer.weight_decay": 0.0,
     "training.offload_folder": "",
 }
-"""What keeps and moves as much in memory as an optimizer whose state is on a disk."""
+"""Settings that use as much memory, and move as much, as an optimizer with its state on disk."""
 
 
 def rehearse(
@@ -72,34 +72,27 @@ def rehearse(
     imbalance: float = 1,
     whole: bool = False,
 ) -> Recording:
-    """Return the second step of a job on one of its ranks; from then on steps are alike.
+    """Return the second step of a job on one of its ranks; all later steps are like it.
 
-    With an `imbalance` the rank receives so many times as many rows for its experts as a rank does
-    on average. Unless the step is to be `whole`, it is of the first, second and last micro-batch,
-    since those between are like the second; a pipeline's of as few."""
+    The rank receives `imbalance` times the average number of rows for its experts. Unless the step
+    is to be `whole`, it has only the first, the second and the last micro-batch, since those in
+    between are like the second; a pipeline's step is shortened too."""
     check_planned(job)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for a run
-    causal_rows.cache_clear()  # masks of an earlier rehearsal would be no memory of this one
-    config, mesh = job.config, world.mesh(job.layout, rank)
+    logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is meant for a run
+    causal_rows.cache_clear()  # cached masks would be missing from this rehearsal's memory
+    config = job.config
+    mesh = world.mesh(job.layout, rank)
     context, parts = _skeleton(job, mesh, build_converters(job))
     sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
-    # Sent tensors are let go by a rank's last event, all at once, except on CUDA.
+    # A rank's last event frees all sent tensors at once, except on CUDA.
     is_short = not whole and (as_on_cuda or job.layout.pp == 1)
     with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
         for part in parts:
             allocate(part, context.device)
-        no_decay = config.optimizer.no_decay
-        trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-        guard = StepGuard(config.fault, context.device, job.layout.tp)
-        context = replace(context, job=shortened(job) if is_short else job)
-        # Not on fake tensors: what an optimizer, or a pipeline, asks about meshes when it is built.
-        gathered = partial(stand_ins.gathered, trained)
-        with real_tensors(), patch.object(muon, "gather_objects", gathered):
-            on_disk = config.training.offload_folder
-            built = with_values(config, _WITHOUT_STATE) if on_disk else config
-            optimizer = build_optimizer(trained, built, 0, mesh.stage)
-            model = build_runner(context, parts, 0, rank)
-            runner = StepRunner(context, model, trained, optimizer)
+        guard = StepGuard(config.fault, context.device, job.layout.tp, copy=stand_ins.late_copy)
+        if is_short:
+            context = replace(context, job=shortened(job))
+        runner = _build_step_runner(context, parts, rank)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
         def step(first: int) -> Recording:
@@ -109,10 +102,30 @@ def rehearse(
             return _count_step(2, runner, batches, guard, counting, run)
 
         step(0)  # leaves the optimizer's state, flags, cached meshes, FSDP2's padded shards
-        found = step(2 if is_short else job.batch.accumulation)
-        if on_disk:
-            found = replace(found, static={**found.static, DISK: optimizer_bytes(trained, config)})
+        first = job.batch.accumulation
+        if is_short:
+            first = 2
+        found = step(first)
+        if config.training.offload_folder:
+            on_disk = optimizer_bytes(runner.trained, config)
+            found = replace(found, static={**found.static, DISK: on_disk})
         return found
+
+
+def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) -> StepRunner:
+    """Return the runner of steps for a rank's parts of the model, with their optimizer."""
+    job = context.job
+    config = job.config
+    no_decay = config.optimizer.no_decay
+    trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
+    if config.training.offload_folder:
+        config = with_values(config, _WITHOUT_STATE)
+    # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
+    gathered = partial(stand_ins.gathered, trained)
+    with real_tensors(), replaced(muon, "gather_objects", gathered):
+        optimizer = build_optimizer(trained, config, 0, context.mesh.stage)
+        model = build_runner(context, parts, 0, rank)
+        return StepRunner(context, model, trained, optimizer)
 
 
 @contextmanager
@@ -126,11 +139,10 @@ def _rehearsing(
         fake_tensor_mode(),
         waiting_as_on_a_device(),
         without_values(),
-        patch.object(expert_parallel, "exchange_sizes_on_host", sizes),
-        patch.object(moe, "sizes_on_host", stand_ins.even_groups),
-        patch.object(torch, "compile", compile_without_code),
-        patch.object(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
-        patch("titanlite.train.guard.late_copy", stand_ins.late_copy),
+        replaced(expert_parallel, "exchange_sizes_on_host", sizes),
+        replaced(moe, "sizes_on_host", stand_ins.even_groups),
+        replaced(torch, "compile", compile_without_code),
+        replaced(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
     ):
         yield
 
@@ -142,48 +154,47 @@ def record_step(job: Job, rank: int = 0, as_on_cuda: bool = True) -> Recording:
 
 
 def static_bytes(job: Job) -> dict[str, int]:
-    """Return the bytes by kind that the first rank, which has the largest shards, keeps between
+    """Return the bytes by kind that the first rank, which has the largest shards, holds between
     steps.
     """
     with FakeWorld() as world:
         eager = replace(job, config=with_values(job.config, {"compile.enable": False}))
         context, parts = _skeleton(eager, world.mesh(job.layout), [])
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
+        whole = nn.ModuleList(parts)
         return {
-            "parameters": _storage_bytes(
-                parameter for part in parts for parameter in part.parameters()
-            ),
+            "parameters": _storage_bytes(whole.parameters()),
             "gradients": _storage_bytes(item.parameter for item in trained),
             "optimizer": optimizer_bytes(trained, job.config),
-            "buffers": _storage_bytes(buffer for part in parts for buffer in part.buffers()),
+            "buffers": _storage_bytes(whole.buffers()),
         }
 
 
 def blank_batches(runner: StepRunner) -> list[MicroBatch]:
     """Return the micro-batches of a step, of the size that a rank reads."""
     job = runner.context.job
-    shape = (
-        job.batch.local,
-        4 if job.config.training.document_mask else 2,
-        job.config.training.seq_len,
-    )
+    channels = 2
+    if job.config.training.document_mask:
+        channels = 4
+    shape = (job.batch.local, channels, job.config.training.seq_len)
     blank = (torch.zeros(shape, dtype=torch.int64) for _ in range(job.batch.accumulation))
     return [take(runner.model, MicroBatch(rows)) for rows in blank]
 
 
 def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> Recording:
-    """Take four steps on real tensors; return the later one of the smallest peak: gloo may free a
-    buffer too late.
+    """Take four steps on real tensors, and return the one after the first with the lowest peak,
+    since gloo may free a buffer late.
     """
-    context, counting = runner.context, Counting(runner.context.job.layout)
+    context = runner.context
+    counting = Counting(runner.context.job.layout)
     guard = StepGuard(context.job.config.fault, context.device, context.job.layout.tp)
     wait = dist.Work.wait
 
     def wait_unseen(work: dist.Work, *arguments: Any) -> bool:
-        with counting.hide():  # gloo copies out of a buffer of its own
+        with counting.hide():  # gloo copies out of a private buffer
             return wait(work, *arguments)
 
-    with patch.object(dist.Work, "wait", wait_unseen):
+    with replaced(dist.Work, "wait", wait_unseen):
         steps = [_count_step(step, runner, micro_batches, guard, counting) for step in range(1, 5)]
     return min(steps[1:], key=lambda step: step.peak)
 
@@ -193,9 +204,11 @@ def _skeleton(
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
+    # The overlap is inductor's, which makes no code in a rehearsal.
+    alone = {"parallelism.enable_async_tensor_parallel": False}
+    job = replace(job, config=with_values(job.config, alone))
     context = Context(job, mesh, table, torch.device("cpu"), converters)
-    overlap = patch.object(tensor_parallel, "enable_async_tensor_parallel")  # inductor's
-    with patch.object(torch, "compile", compile_without_code), overlap:
+    with replaced(torch, "compile", compile_without_code):
         parts, _ = parallelize(model, context)
     return context, parts
 
@@ -204,12 +217,11 @@ def _count_step(
     step: int, runner: StepRunner, micro_batches: Sequence[MicroBatch], guard: StepGuard,
     counting: Counting, run: Sequence[MicroBatch] = (),
 ) -> Recording:  # fmt: skip
-    """Take a step as the trainer does, on fake tensors or on real ones, and count it; `run` may
-    leave some out.
+    """Take a step as the trainer does, on fake or real tensors, and count it; only the
+    micro-batches of `run` are computed, if it has any.
     """
-    state = runner.optimizer.state.values()
     gc.collect()
-    gc.disable()  # as in training; the bytes alive would depend on when it runs
+    gc.disable()  # as in training; otherwise the bytes alive would depend on when it runs
     try:
         with counting, ExitStack() as hooks:
             if isinstance(runner.model, Pipeline):
@@ -217,16 +229,8 @@ def _count_step(
             else:
                 name_phases(runner.model.parts[0], runner.context, counting, hooks)
             counting.restart("valid tokens")
-            static: dict[str, list[torch.Tensor]] = {
-                "parameters": [
-                    parameter for part in runner.model.parts for parameter in part.parameters()
-                ],
-                "optimizer": [
-                    v for values in state for v in values.values() if isinstance(v, torch.Tensor)
-                ],
-                "buffers": [buffer for part in runner.model.parts for buffer in part.buffers()],
-                "": [batch.rows for batch in micro_batches],
-            }
+            static = _static_tensors(runner)
+            static[""] = [batch.rows for batch in micro_batches]
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
             own_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
@@ -250,18 +254,36 @@ def _count_step(
         gc.enable()
 
 
+def _static_tensors(runner: StepRunner) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of a rank that live from step to step, by kind."""
+    whole = nn.ModuleList(runner.model.parts)
+    state = []
+    for values in runner.optimizer.state.values():
+        state += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    return {
+        "parameters": [*whole.parameters()],
+        "optimizer": state,
+        "buffers": [*whole.buffers()],
+    }
+
+
 @contextmanager
 def _naming_what_fails(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Raise a UserError that names an operation that needs values, or what else a module raises."""
+    """Raise a UserError that names the operation that needs values, or the module that fails."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        names = {module: name for part in parts for name, module in part.named_modules()}
+        names = {}
+        for part in parts:
+            for name, module in part.named_modules():
+                names[module] = name
         callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
         inner = [names[one] for one in callers if isinstance(one, nn.Module) and one in names]
-        where = f" of {inner[-1]}" if inner else ""
+        where = ""
+        if inner:
+            where = f" of {inner[-1]}"
         if isinstance(error, untraceable()):
             operation = getattr(error, "func", error)
             why = f"{operation}{where} needs the values of tensors, which a rehearsal has not"

@@ -1,8 +1,8 @@
-"""Look for the fastest plans of a config that fit, by rehearsals in the order of their bounds.
+"""Search for the fastest plans of a config that fit, rehearsing them in the order of their bounds.
 
-Never rehearsed are plans that the config's rules refuse, whose parameters, gradients and optimizer
-state alone do not fit, and that need more in some respect, and less in none, than a plan that did
-not fit."""
+A plan is not rehearsed if the config's rules refuse it, if its parameters, gradients and optimizer
+state alone do not fit, or if it needs more in some respect, and no less in any, than a plan that
+did not fit."""
 
 import time
 from collections import Counter
@@ -30,24 +30,31 @@ from titanlite.planner.plan import token_flops
 from titanlite.planner.record import Collective, Totals
 from titanlite.planner.speed import Speed, speed_of, speed_of_job
 
-TP, REPLICATE = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_replicate_degree"
-SHARD, LOCAL = "parallelism.data_parallel_shard_degree", "training.local_batch_size"
-CP, EP = "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"
-PP, SCHEDULE = "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule"
+TP = "parallelism.tensor_parallel_degree"
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
+LOCAL = "training.local_batch_size"
+CP = "parallelism.context_parallel_degree"
+EP = "parallelism.expert_parallel_degree"
+PP = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
 MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 GLOBAL = "training.global_batch_size"
-RECOMPUTE, RESHARD = "activation_checkpoint.mode", "parallelism.fsdp_reshard_after_forward"
+RECOMPUTE = "activation_checkpoint.mode"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "quantize.linear.float8.enable"
 
 RECOMPUTE_MODES = ("full", "selective", "none")
 """From the least memory to the most."""
-MOST_SAMPLES, MOST_PP, LEAST_TOKENS = 16, 16, 4096
-"""The largest local batch and the most pipeline ranks that are tried, and the fewest tokens of a
-sequence that a rank has under context parallel.
+MOST_SAMPLES = 16
+MOST_PP = 16
+LEAST_TOKENS = 4096
+"""The largest local batch and the most pipeline ranks tried, and the fewest tokens of a sequence
+that a rank has under context parallel.
 """
 
 Settings = Mapping[str, Any]
-"""Values to lay over a config, by key."""
+"""Values that override a config's, by key."""
 
 
 @dataclass(frozen=True)
@@ -61,28 +68,29 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The bound of a step, with what a pipeline's ranks wait."""
+        """The bound of a step, including the time that a pipeline's ranks wait."""
         return _with_bubble(self.job, self.speed.bound)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, and how much of the space it saw."""
+    """What a search found, and how much of the space it covered."""
 
     best: Sequence[Candidate]
-    """Those that fit, the fastest by their bounds first."""
+    """Plans that fit, in the order of their bounds."""
     counts: Mapping[str, int]
     """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
-    did not fit, or as slower than the best can be), and "not reached in time"."""
+    did not fit, or because the best are faster than their bounds), and "not reached in time"."""
     needed: tuple[float, str] = (0, "")
-    """The fewest bytes of a plan that did not fit, and what needs them."""
+    """The fewest bytes that a plan that did not fit needs, and what needs them."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
     end = time.monotonic() + max_seconds
     model = _Model(job)
-    fitting, too_large = list[Candidate](), list[Job]()
+    fitting = list[Candidate]()
+    too_large = list[Job]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
     needed = inf, ""
     legal = list[tuple[tuple[Any, ...], Settings, Job]]()
@@ -91,12 +99,16 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
         if state > hardware.usable_bytes:
             counts["ruled out"] += 1
             needed = min(needed, (state, "parameters, gradients and optimizer state alone"))
-        elif other := changed(job, settings):
+            continue
+        other = changed(job, settings)
+        if other:
             legal.append((_first(other, model.bound(other, hardware)), settings, other))
     legal.sort(key=lambda one: one[0])
     with FakeWorld() as world:
         for order, settings, other in track(legal, len(legal), "layouts"):
-            slowest = fitting[most - 1].seconds if len(fitting) >= most else inf
+            slowest = inf
+            if len(fitting) >= most:
+                slowest = fitting[most - 1].seconds
             if order[0] > slowest or any(_needs_no_less(other, large) for large in too_large):
                 counts["ruled out"] += 1
                 continue
@@ -128,8 +140,11 @@ def changed(job: Job, settings: Settings) -> Job | None:
 
 def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
     """Yield the settings of the whole search."""
-    world, total, settings = job.layout.world, job.batch.total, job.config.parallelism
-    degrees, seq_len = divisors(world), job.config.training.seq_len
+    world = job.layout.world
+    total = job.batch.total
+    settings = job.config.parallelism
+    degrees = divisors(world)
+    seq_len = job.config.training.seq_len
     meshes: dict[str, Sequence[int]] = {
         PP: [n for n in degrees if n <= min(MOST_PP, job.shape.layers)],
         REPLICATE: degrees,
@@ -146,17 +161,18 @@ def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
         axes: dict[str, Sequence[Any]] = {
             LOCAL: [n for n in divisors(share) if n <= MOST_SAMPLES],
             RECOMPUTE: RECOMPUTE_MODES,
-            RESHARD: ("always", "never") if shard > 1 else ("default",),
+            RESHARD: ("default",),
         }
+        if shard > 1:
+            axes[RESHARD] = ("always", "never")
         if value_of(job.given, FLOAT8):
             axes[FLOAT8] = (True, False)
-        if mesh[PP] > 1:  # its step is one run of the schedule
+        if mesh[PP] > 1:  # a step runs the schedule once
             axes |= {LOCAL: [share], RESHARD: ["default"], MICRO_BATCH: (1, 2)}
             own = settings.pipeline_parallel_schedule
             axes[SCHEDULE] = sorted({own, "1F1B", "Interleaved1F1B"})
-        yield from (
-            mesh | dict(zip(axes, values, strict=True)) for values in product(*axes.values())
-        )
+        for values in product(*axes.values()):
+            yield mesh | dict(zip(axes, values, strict=True))
 
 
 class _Model:
@@ -180,11 +196,13 @@ class _Model:
             self.state = 0
 
     def bound(self, job: Job, hardware: Hardware) -> tuple[float, float]:
-        """Return what sorts a job: the bound of its FLOPs, and of gathers, reductions and tensor
-        parallel's collectives. Experts are counted as other parameters.
+        """Return the sort key of a job: the bound of its FLOPs, and of gathers, reductions and
+        tensor parallel's collectives. Experts count like other parameters.
         """
-        layout, training = job.layout, job.config.training
-        dtype, reduced = training.mixed_precision_param, training.mixed_precision_reduce
+        layout = job.layout
+        training = job.config.training
+        dtype = training.mixed_precision_param
+        reduced = training.mixed_precision_reduce
         is_full = job.config.activation_checkpoint.mode == "full"
         is_kept = job.config.parallelism.fsdp_reshard_after_forward == "never" or layout.pp > 1
         samples = job.batch.local * job.batch.accumulation
@@ -193,8 +211,11 @@ class _Model:
         flops = self._flops.total
         if is_full:
             flops += self._flops.again + self._flops.attention_again
-        size, sum_size = (getattr(torch, name).itemsize for name in (dtype, reduced))
-        gathers = 1 if is_kept else 2
+        size = getattr(torch, dtype).itemsize
+        sum_size = getattr(torch, reduced).itemsize
+        gathers = 2
+        if is_kept:
+            gathers = 1
         steps = job.batch.accumulation
         if job.config.parallelism.defer_gradient_sync is True or layout.pp > 1:
             steps = 1
@@ -217,27 +238,32 @@ class _Model:
         for (kind, dimension, ranks), amount in collectives.items():
             if ranks > 1:
                 sent[Collective(kind, dimension, ranks, dtype, 0)] = int(amount)
-        product = "float8" if value_of(job.config, FLOAT8) else dtype
-        of_rank = Counter({product: int(flops * tokens / part)})
+        product_dtype = dtype
+        if value_of(job.config, FLOAT8):
+            product_dtype = "float8"
+        of_rank = Counter({product_dtype: int(flops * tokens / part)})
         totals = Totals({}, {}, of_rank, Counter(), sent, sent)
         return speed_of(totals, layout, hardware, tokens=1).order
 
 
 def _with_bubble(job: Job, seconds: float) -> float:
-    return seconds / (1 - bubble(job.stages)) if job.layout.pp > 1 else seconds
+    if job.layout.pp > 1:
+        return seconds / (1 - bubble(job.stages))
+    return seconds
 
 
 def _first(job: Job, bound: tuple[float, float]) -> tuple[Any, ...]:
-    """Return what sorts a job before its rehearsal: by bound; of equal ones those that recompute
-    something come first, since they are likelier to fit, then those that communicate less.
+    """Return the key that sorts a job before its rehearsal: by bound; among equal ones, those that
+    recompute come first, since they are likelier to fit, then those that communicate less.
     """
     recomputes = job.config.activation_checkpoint.mode != "none"
     return _with_bubble(job, bound[0]), not recomputes, bound[1], _demand(job)
 
 
 def _demand(job: Job) -> tuple[int, ...]:
-    """Return numbers; if one of them rises alone, the memory grows."""
-    config, layout = job.config, job.layout
+    """Return numbers, each of which raises the memory needed if it rises alone."""
+    config = job.config
+    layout = job.layout
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
     keeps = config.parallelism.fsdp_reshard_after_forward == "never"
     samples = job.batch.local, job.stages.size
@@ -245,12 +271,12 @@ def _demand(job: Job) -> tuple[int, ...]:
 
 
 def _needs_no_less(job: Job, other: Job) -> bool:
-    """Return whether a job is another one with no less of any demand."""
+    """Return whether a job equals another one except for demands that are no lower."""
     both = zip(_demand(job), _demand(other), strict=True)
     return _program(job) == _program(other) and all(one >= another for one, another in both)
 
 
 def _program(job: Job) -> Any:
-    """Return what plans have in common whose demands can be compared."""
+    """Return what two plans must share for their demands to be comparable."""
     mesh = replace(job.layout, dp_replicate=1, dp_shard=1)
     return mesh, job.stages.names, job.stages.schedule, value_of(job.config, FLOAT8)

@@ -1,8 +1,8 @@
-"""How fast a step can be at most. No torch.
+"""A bound on how fast a step can be. No torch.
 
-The bound is the largest of four sums, each at full speed: FLOPs, traffic of the GPU's memory, of
-the links in a node, of the network; where a job offloads also those of the host's memory, of its
-links and of a disk."""
+The bound is the largest of four times, each at full speed: of FLOPs, of the GPU memory's traffic,
+of the links in a node, and of the network; in a job that offloads also of the host's memory, of its
+links and of the disk."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,10 @@ from titanlite.config.layout import DIMENSIONS, Layout
 from titanlite.planner.hardware import Hardware
 from titanlite.planner.record import DISK, ON_HOST, Collective, Totals, views
 
-COMPUTE, MEMORY, LINK, NETWORK = "compute", "GPU memory", "node link", "network"
+COMPUTE = "compute"
+MEMORY = "GPU memory"
+LINK = "node link"
+NETWORK = "network"
 HOST = "host memory"
 
 ASSUMED = (
@@ -45,7 +48,7 @@ class Speed:
     binding: str
     """The resource of the bound."""
     tokens: int
-    """In a step, of all ranks."""
+    """Tokens of a step, over all ranks."""
     world: int
 
     @property
@@ -59,7 +62,7 @@ class Speed:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Return what sorts the plans of a search: the bound, then all that it may hide."""
+        """Return the sort key of a search: the bound, then the sum of all terms, which it hides."""
         return self.bound, sum(term.seconds for term in self.terms)
 
 
@@ -76,7 +79,7 @@ def speed_of_job(job: Job, ranks: Sequence[Totals], hardware: Hardware) -> Speed
 
 
 def speed_of(totals: Totals, layout: Layout, hardware: Hardware, tokens: int) -> Speed:
-    """Return the bound of a rank's step, in which all ranks have so many tokens."""
+    """Return the bound of a rank's step, in which all ranks together have `tokens` tokens."""
     terms = [*_terms(totals, layout, hardware)]
     seconds = defaultdict[str, float](float)
     for term in terms:
@@ -96,54 +99,65 @@ def _terms(totals: Totals, layout: Layout, hardware: Hardware) -> Iterator[Term]
     amounts[MEMORY, ""] = totals.moved[""]
     for collective, size in totals.sent.items():
         of = collective.dimension
-        if of == "host":  # both directions at once
+        if of == "host":  # each direction has its own rate
             rates[collective.kind] = hardware.node.host.link * 1e9
             amounts[collective.kind, of] += size
             continue
         near, far = traffic(collective, layout, hardware.node.gpus)
         # A switch that reduces, as NVLink's and InfiniBand's can, needs each byte of an all-reduce
         # only once.
-        times = 0.5 if collective.kind == "all-reduce" else 1
+        times = 1.0
+        if collective.kind == "all-reduce":
+            times = 0.5
         amounts[LINK, of] += times * near * size
         amounts[NETWORK, of] += times * far * size
     for (resource, of), amount in amounts.items():
-        if amount:
-            rate = hardware.peak(of) if resource == COMPUTE else rates[resource]
-            yield Term(resource, of, amount, amount / rate)
-    if size := totals.static.get(DISK):
+        if not amount:
+            continue
+        rate = hardware.peak(of) if resource == COMPUTE else rates[resource]
+        yield Term(resource, of, amount, amount / rate)
+    size = totals.static.get(DISK)
+    if size:
         yield Term(DISK, "optimizer", 2 * size, hardware.streaming(size))
 
 
 @cache
 def traffic(collective: Collective, layout: Layout, per_node: int) -> tuple[float, float]:
     """Return what a GPU sends over its link in the node, and what each NIC sends over the network,
-    as parts of a collective's bytes.
+    as fractions of a collective's bytes.
 
-    Of a group of n ranks, g in each node, a node lacks 1 - g/n of the tensor, which comes over g
-    NICs; a GPU gets 1 - 1/g of it from its node. An all-reduce is a reduce-scatter and a gather.
+    In a group of n ranks, g of them in each node, a node lacks 1 - g/n of the tensor, which arrives
+    over g NICs; a GPU gets 1 - 1/g from its node. An all-reduce is a reduce-scatter and a gather.
     """
     near = ranks_in_a_node(collective, layout, per_node)
     ranks = collective.ranks
     if collective.kind == "send-receive":
-        return (0, 1) if near < ranks else (1, 0)
+        if near < ranks:
+            return 0, 1
+        return 1, 0
     if collective.kind == "all-to-all":  # its bytes are those of one rank
         return (near - 1) / ranks, (ranks - near) / ranks
-    passes = 2 if collective.kind == "all-reduce" else 1
+    passes = 1
+    if collective.kind == "all-reduce":
+        passes = 2
     return passes * (1 - 1 / near), passes * (1 - near / ranks) / near
 
 
 def ranks_in_a_node(collective: Collective, layout: Layout, per_node: int) -> int:
-    """Return how many ranks of a collective's group are in one node: the last dimension's ranks are
+    """Return how many ranks of a collective's group share a node; ranks of the last dimension are
     neighbors.
     """
     spanned = {*collective.dimension.split(" x ")}
-    names, degrees = next(
-        (view for view in views(layout) if spanned <= {*view[0]}), (DIMENSIONS, layout.degrees)
-    )
+    names = DIMENSIONS
+    degrees = layout.degrees
+    for view in views(layout):
+        if spanned <= {*view[0]}:
+            names, degrees = view
+            break
     steps = []
     for position, (name, degree) in enumerate(zip(names, degrees, strict=True)):
         if name in spanned or collective.dimension == "world":
             steps.append([prod(degrees[position + 1 :]) * number for number in range(degree)])
-    # A part of a dimension is its first ranks.
+    # A group within a dimension counts as the first ranks of it.
     members = [sum(step) for step in product(*steps)][: collective.ranks]
     return max(Counter(rank // per_node for rank in members).values())

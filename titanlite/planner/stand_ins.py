@@ -1,4 +1,4 @@
-"""What stands in for code that reads values in a rehearsal, or keeps more memory on a CPU than on
+"""Stand-ins in a rehearsal for code that reads values, or that keeps more memory on a CPU than on
 CUDA.
 """
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from titanlite.optim import TrainedParam
 from titanlite.planner.counting import Counting
-from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors
+from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors, replaced
 
 
 def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the value of every rank of a group, of which Muon gathers two kinds: whether it has
-    matrices, and its coordinates on the meshes of these.
+    """Return what gathering a value from every rank would. Muon gathers two: whether a rank has
+    matrices, and its coordinates on their meshes.
     """
     ranks = dist.get_process_group_ranks(group)
     if isinstance(value, bool):
@@ -33,30 +32,34 @@ def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGro
 
 
 def with_values(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that reads the tensors it makes, such as a matrix's offsets in a mesh."""
+    """Call a function that reads the tensors it creates, such as a matrix's offsets in a mesh."""
     with real_tensors():
         return function(*args)
 
 
 def _coordinate(mesh: DeviceMesh | None, rank: int) -> Sequence[int]:
-    return (mesh.mesh == rank).nonzero()[0].tolist() if mesh else ()
+    if mesh is None:
+        return ()
+    return (mesh.mesh == rank).nonzero()[0].tolist()
 
 
 def balanced(
     experts: int, rank: int, imbalance: float, sizes: torch.Tensor, rows: int
 ) -> list[list[int]]:
-    """Return how many of a rank's rows go to each rank of its experts' group, and come from it, if
-    all experts are chosen in turn, but for this rank's.
+    """Return how many of a rank's rows go to each rank of its experts' group, and how many come
+    from each, if rows choose the experts in turn, except for the `imbalance` of what it receives.
     """
     ranks = sizes.size(1)
     counts = [rows // experts + (n < rows % experts) for n in range(experts)]
-    sent = [sum(counts[n * experts // ranks : (n + 1) * experts // ranks]) for n in range(ranks)]
+    sent = []
+    for n in range(ranks):
+        sent.append(sum(counts[n * experts // ranks : (n + 1) * experts // ranks]))
     received = min(rows, round(sent[rank % ranks] * imbalance))  # a group's ranks are neighbors
     return [sent, [received] * ranks]
 
 
 def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Keep values as a copy to the host does; nothing bad is read from them."""
+    """Keep values alive as a copy to the host does, and read zeros, which are never bad."""
     return lambda kept=values: [0.0] * len(kept)
 
 
@@ -64,7 +67,7 @@ _to = torch.Tensor.to
 
 
 def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Copy what FSDP2 moves between a host and its GPU: nobody else says whether to block."""
+    """Copy what FSDP2 moves between the host and its GPU: only FSDP2 passes non_blocking."""
     if "non_blocking" not in options or Counting.current is None:
         return _to(tensor, *args, **options)
     return Counting.current.copy_over(tensor)
@@ -75,7 +78,7 @@ def even_groups(counts: torch.Tensor, rows: int) -> list[int]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The memory of CUDA's kernels: the result and one float32 a row; the values mean nothing."""
+    """Keeps what CUDA's kernel keeps: the result and one float32 a row; values are meaningless."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +88,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, _ = ctx.saved_tensors
-        return gradient * hidden, None if weight is None else weight.clone()
+        weight_gradient = None
+        if weight is not None:
+            weight_gradient = weight.clone()
+        return gradient * hidden, weight_gradient
 
 
 def _rms_norm(
@@ -103,14 +109,23 @@ def _rms_norm(
     return DTensor.from_local(local, hidden.device_mesh, hidden.placements, run_check=False)
 
 
+def _no_mask(*args: Any) -> None:
+    return None
+
+
+def _attend_last(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    return CPU_ATTENTION(query, key, value, dropout, True)[0]
+
+
 AS_ON_CUDA: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm,  # of torch.nn.functional: a CPU keeps copies in float32
-    "attention_mask": lambda *args: (
-        None
-    ),  # of a model: a matrix on a CPU; on CUDA FlexAttention's, which is small
-    "attend_last": lambda q, k, v, dropout: CPU_ATTENTION(q, k, v, dropout, True)[
-        0
-    ],  # of an attention core under context parallel: with a mask on a CPU, by flash on CUDA
+    # torch.nn.functional's: a CPU keeps copies in float32.
+    "rms_norm": _rms_norm,
+    # A model's: a matrix on a CPU; on CUDA FlexAttention's, which is small.
+    "attention_mask": _no_mask,
+    # An attention core's under context parallel: with a mask on a CPU, with flash on CUDA.
+    "attend_last": _attend_last,
 }
 """Operations that keep more on a CPU than on CUDA, with stand-ins that allocate as CUDA does."""
 
@@ -121,8 +136,8 @@ def as_on_cuda(parts: Iterable[nn.Module]) -> Iterator[None]:
     for part in parts:
         owners += [module for module in part.modules() if hasattr(module, "attend_last")]
     with ExitStack() as patches:
-        patches.enter_context(patch.object(torch.Tensor, "to", to))
+        patches.enter_context(replaced(torch.Tensor, "to", to))
         for owner, (name, substitute) in product(owners, AS_ON_CUDA.items()):
             if hasattr(owner, name):
-                patches.enter_context(patch.object(owner, name, substitute))
+                patches.enter_context(replaced(owner, name, substitute))
         yield

@@ -1,4 +1,4 @@
-"""A plan as tables, printed as text, and on a page with their exact numbers."""
+"""A plan as tables, printed as text or shown on a page with exact numbers."""
 
 from collections.abc import Iterator
 from textwrap import fill
@@ -22,18 +22,23 @@ def heading(plan: Plan) -> tuple[str, str, str]:
     layout = plan.job.layout
     batch = plan.job.batch
     hardware = plan.hardware
-    gpus = f"{layout.world} {hardware.name} GPU{'s' * (layout.world > 1)}"
+    gpus = f"{layout.world} {hardware.name} GPU"
+    if layout.world > 1:
+        gpus += "s"
     left = (hardware.usable_bytes - plan.totals.peak) / GIB
     usable = f"{hardware.usable_bytes / GIB:.2f} of {hardware.gpu.memory_gib:g} GiB are usable"
+    verdict = "It does not fit"
+    rest = f"{abs(left):.2f} missing"
+    if plan.fits:
+        verdict = "It fits"
+        rest = f"{abs(left):.2f} left"
     return (
         f"{config.model.name} {config.model.flavor} on {gpus}: {layout}",
         f"a step: {plan.speed.tokens:,} tokens, batch {batch.total} = local {batch.local} "
         f"x data-parallel {batch.data_parallel} x accumulation {batch.accumulation}; "
         f"recompute {config.activation_checkpoint.mode}",
-        f"{'It fits' if plan.fits else 'It does not fit'}: a step needs "
-        f"{plan.totals.peak / GIB:.2f} GiB, "
-        f"in {plan.totals.moment}; "
-        f"{usable}, {abs(left):.2f} {'left' if plan.fits else 'missing'}{_flushes(plan)}",
+        f"{verdict}: a step needs {plan.totals.peak / GIB:.2f} GiB, in {plan.totals.moment}; "
+        f"{usable}, {rest}{_flushes(plan)}",
     )
 
 
@@ -42,13 +47,15 @@ def _flushes(plan: Plan) -> str:
     if not plan.fits:
         return ""
     none = plan.without_flushes <= plan.hardware.usable_bytes
-    expected = "No allocator cache flushes expected" if none else "Allocator cache flushes possible"
+    expected = "Allocator cache flushes possible"
+    if none:
+        expected = "No allocator cache flushes expected"
     needs = f"needs up to {plan.without_flushes / GIB:.2f} GiB"
     return f"\n{expected}: PyTorch's caching allocator {needs}"
 
 
 def tables(plan: Plan) -> Iterator[Table]:
-    """Yield the tables in the order of a reader's questions."""
+    """Yield the tables in the order in which a reader asks for them."""
     yield _memory(plan)
     if plan.ranks:
         yield _ranks(plan)
@@ -64,13 +71,16 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 def _memory(plan: Plan) -> Table:
     totals = plan.totals
-    sizes: list[tuple[str, int, int]] = [
-        (kind, totals.at_peak.get(kind, 0), totals.static.get(kind, 0)) for kind in KINDS
-    ]
+    sizes: list[tuple[str, int, int]] = []
+    for kind in KINDS:
+        sizes.append((kind, totals.at_peak.get(kind, 0), totals.static.get(kind, 0)))
     *on_gpu, host = sizes
     total = f"peak, in {totals.moment}", totals.peak, sum(size for *_, size in on_gpu)
     sizes = [*on_gpu, total, host]
-    rows = [(kind, gib(peak), gib(static)) for kind, peak, static in sizes if peak or static]
+    rows = []
+    for kind, peak, static in sizes:
+        if peak or static:
+            rows.append((kind, gib(peak), gib(static)))
     header = ("GiB", "at the peak", "static")
     return Table("memory", "Memory of a rank", header, rows, plan.assumptions)
 
@@ -79,12 +89,17 @@ def _ranks(plan: Plan) -> Table:
     rows = []
     for number in range(len(plan.ranks)):
         rank = plan.rank(number)
-        sent = [row for row in rank["communication"] if row["kind"] == "send-receive"]
-        counts = [sum(row["number"] for row in of) for of in (rank["communication"], sent)]
-        size = gib(sum(row["bytes"] for row in sent))
+        collectives = 0
+        sends = 0
+        size = 0
+        for row in rank["communication"]:
+            collectives += row["number"]
+            if row["kind"] == "send-receive":
+                sends += row["number"]
+                size += row["bytes"]
         stages = " ".join(map(str, rank["stages"]))
         place = f"{number}", stages, rank["moment"], gib(rank["peak"])
-        rows.append((*place, *map(Number, counts), size))
+        rows.append((*place, Number(collectives), Number(sends), gib(size)))
     header = ("rank", "stages", "peak in", "GiB", "collectives", "sends", "GiB sent")
     note = "other tables show the fullest rank"
     return Table("ranks", "Ranks of the pipeline", header, rows, (), note)
@@ -95,7 +110,9 @@ def _communication(plan: Plan) -> Table:
     for row in plan.traffic:
         sizes = Number(row.number), gib(row.bytes)
         rows.append((row.dimension, row.kind, row.dtype, row.where, *sizes))
-    note = "GiB of whole tensors" if rows else "none"
+    note = "none"
+    if rows:
+        note = "GiB of whole tensors"
     gpus = plan.hardware.node
     node = with_source(f"{gpus.gpus} GPUs in a node, neighbors in the mesh", gpus.source)
     title = "Communication of a rank in a step"
@@ -110,11 +127,11 @@ def _speed(plan: Plan) -> Table:
         "mfu_percent": ("MFU %", 1),
         "days": (f"days for {plan.tokens:.3g} tokens", 1),
     }
-    rows = [
-        (title, Number(plan.rates[name], digits))
-        for name, (title, digits) in titles.items()
-        if plan.rates[name] is not None
-    ]
+    rates = plan.rates
+    rows = []
+    for name, (title, digits) in titles.items():
+        if rates[name] is not None:
+            rows.append((title, Number(rates[name], digits)))
     title = f"Speed, bound by {plan.speed.binding}"
     return Table("speed", title, ("", "bound"), rows, [*plan.hardware.assumptions, *ASSUMED])
 
@@ -140,20 +157,22 @@ def search_table(found: Found, hardware: Hardware, world: int) -> Table:
 
 
 def _name(one: Candidate) -> str:
-    """Return a short name of a plan that a search found, in the words that `_KEYS` explains."""
-    layout, config = one.job.layout, one.job.config
+    """Return a short name of a plan that a search found, in the terms that `_KEYS` explains."""
+    layout = one.job.layout
+    config = one.job.config
     degrees = {"pp": layout.pp, "rep": layout.dp_replicate, "dp": layout.dp_shard}
     degrees |= {"cp": layout.cp, "tp": layout.tp, "ep": layout.ep}
     mesh = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
     stages = one.job.stages
-    pieces = f" by {stages.size}, {stages.schedule}" * (layout.pp > 1)
-    parts = [
-        mesh,
-        f"batch {one.job.batch.local}{pieces}",
-        config.activation_checkpoint.mode.replace("none", "no recompute"),
-    ]
-    parts += ["kept"] if config.parallelism.fsdp_reshard_after_forward == "never" else []
-    parts += ["bfloat16"] * (one.settings.get(FLOAT8) is False)
+    batch = f"batch {one.job.batch.local}"
+    if layout.pp > 1:
+        batch += f" by {stages.size}, {stages.schedule}"
+    recompute = config.activation_checkpoint.mode.replace("none", "no recompute")
+    parts = [mesh, batch, recompute]
+    if config.parallelism.fsdp_reshard_after_forward == "never":
+        parts.append("kept")
+    if one.settings.get(FLOAT8) is False:
+        parts.append("bfloat16")
     return ", ".join(filter(None, parts))
 
 

@@ -1,15 +1,14 @@
-"""The private names of torch that only the planner needs, once each, with the versions they were
-tried on.
+"""The private names of torch that only the planner needs, each in one place, with the versions
+tested.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,24 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 """torch 2.11 and 2.14; no public name."""
 
 
+@contextmanager
+def replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
+    """Let an attribute of an object, a class or a module be another one inside the context.
+
+    This is for what a rehearsal cannot pass as an argument.
+    """
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, substitute)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
 def register_fake_backend() -> None:
     """Register the process group backend "fake"."""
     # torch 2.11, 2.13 and 2.15: importing this does so; no public way.
@@ -39,6 +56,11 @@ def forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name. torch 2.11 and 2.14; no public name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def is_wrapper_subclass(kind: type) -> bool:
@@ -71,18 +93,16 @@ def written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     """
     arguments = enumerate(operation._schema.arguments)
     written = ((i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write)
-    # An optimizer's, written only when it unscales.
+    # An optimizer writes to its gradients only if it unscales them.
     return tuple((i, name) for i, name in written if name != "grads")
 
 
 def around_sharding_propagation(
     around: Callable[[], AbstractContextManager[Any]],
 ) -> AbstractContextManager[Any]:
-    """Put a context around each of DTensor's own computations of what a result's shape and type
-    will be.
-    """
-    # torch 2.11 and 2.14 (2.13 read). It computes them with fake tensors of the whole tensors'
-    # sizes; no public way.
+    """Wrap a context around each of DTensor's computations of a result's shape and type."""
+    # torch 2.11 and 2.14 (2.13 read); no public way. DTensor computes them with fake tensors as
+    # large as the whole ones.
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -92,31 +112,34 @@ def around_sharding_propagation(
         with around():
             return original(*args)
 
-    return patch.object(ShardingPropagator, name, propagate)
+    return replaced(ShardingPropagator, name, propagate)
 
 
 @contextmanager
 def waiting_as_on_a_device() -> Iterator[None]:
-    """Let DTensor's collectives wait where results are used, as they do on real tensors.
+    """Let DTensor's collectives wait when results are used, as they do on real tensors.
 
-    Under a fake mode torch takes it that it is compiling: it waits at once, and caches nothing.
-    Where it does compile, that stays.
+    Under a fake mode torch assumes that it is compiling: it waits at once, and caches nothing. That
+    stays so while it does compile.
     torch 2.11 and 2.14 (2.13 uses the same function); no public way."""
     from torch.distributed import _functional_collectives as functional
 
     at_once = functional._maybe_wrap_tensor
 
     def waiting(tensor: torch.Tensor) -> Any:
-        return at_once(tensor) if is_compiling() else functional.AsyncCollectiveTensor(tensor)
+        if is_compiling():
+            return at_once(tensor)
+        return functional.AsyncCollectiveTensor(tensor)
 
-    loaded = [
-        module for name, module in sys.modules.items() if name.startswith("torch.distributed")
-    ]
+    loaded = []
+    for name, module in sys.modules.items():
+        if name.startswith("torch.distributed"):
+            loaded.append(module)
     with ExitStack() as patches:
         for module in loaded:
             if "_are_we_tracing" in vars(module):
-                patches.enter_context(patch.object(module, "_are_we_tracing", is_compiling))
-        patches.enter_context(patch.object(functional, "_maybe_wrap_tensor", waiting))
+                patches.enter_context(replaced(module, "_are_we_tracing", is_compiling))
+        patches.enter_context(replaced(functional, "_maybe_wrap_tensor", waiting))
         yield
 
 
@@ -127,8 +150,8 @@ def is_compiling() -> bool:
 def graph_backend(
     run: Callable[[torch.fx.GraphModule, list[Any]], Any], as_inductor: bool
 ) -> Callable[..., Any]:
-    """Return a backend of torch.compile that runs the graphs of a forward and of a backward pass,
-    given the list of their inputs, which it empties.
+    """Return a backend of torch.compile that calls `run` with the graphs of a forward and of a
+    backward pass, and with the list of their inputs, which `run` empties.
 
     torch 2.11 and 2.14; no public names but the documented ones of custom backends."""
     from torch._dynamo.backends.common import aot_autograd
@@ -140,10 +163,13 @@ def graph_backend(
         compiled._boxed_call = True
         return compiled
 
+    decompositions = {}
+    if as_inductor:
+        decompositions = select_decomp_table()
     return aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        decompositions=select_decomp_table() if as_inductor else {},
+        decompositions=decompositions,
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
 
@@ -156,7 +182,7 @@ def is_operation(target: Any) -> bool:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Return a context inside of a fake mode that makes real tensors.
+    """Return a context, inside of a fake mode, in which new tensors are real.
 
     torch 2.11 and 2.14; no public name.
     """
@@ -173,28 +199,32 @@ def without_values() -> Iterator[None]:
     import torch._meta_registrations as rules
 
     adam = sys.modules["torch.optim.adam"]  # the package has a class of this name
-    read, grouped = adam._get_value, rules._meta_grouped_mm_common
+    read = adam._get_value
+    grouped = rules._meta_grouped_mm_common
 
-    def value(x: Any) -> Any:
-        return 1.0 if is_fake(x) else read(x)  # of a count of steps
+    def value(steps: Any) -> Any:
+        if is_fake(steps):
+            return 1.0
+        return read(steps)
 
     def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if a.dtype != torch.float32:
             return grouped(a, b, *args, **kwargs)
-        return grouped(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()  # a CPU computes it
+        # A CPU computes it in float32, but torch has the rule only for bfloat16.
+        return grouped(a.bfloat16(), b.bfloat16(), *args, **kwargs).float()
 
     with (
         torch._dynamo.config.patch(recompile_limit=1000),  # a graph for each job in a world
-        patch.object(adam, "_get_value", value),
-        patch.object(rules, "_meta_grouped_mm_common", product),
+        replaced(adam, "_get_value", value),
+        replaced(rules, "_meta_grouped_mm_common", product),
     ):
         yield
 
 
 @contextmanager
 def holding_what_is_sent() -> Iterator[None]:
-    """Let a pipeline's sends keep their tensors until they are let go, as gloo's do; NCCL's are
-    let go when they are waited for.
+    """Let a pipeline's sends keep their tensors until they are freed, as gloo's do; NCCL's free
+    them when they are waited for.
 
     torch 2.14 (2.11 read); no public way."""
     from torch.distributed.pipelining import schedules
@@ -205,7 +235,7 @@ def holding_what_is_sent() -> Iterator[None]:
         held = (_Held(each.tensor) for each in operations)
         return [*send(operations, *args, **kwargs), *held]
 
-    with patch.object(schedules, "_batch_p2p", send_and_hold):
+    with replaced(schedules, "_batch_p2p", send_and_hold):
         yield
 
 
@@ -226,14 +256,14 @@ def around_sends(before: Callable[[Any], None]) -> Iterator[None]:
             works += batch([operation], *args, **kwargs)
         return works
 
-    with patch.object(schedules, "_batch_p2p", one_by_one):
+    with replaced(schedules, "_batch_p2p", one_by_one):
         yield
 
 
 @contextmanager
 def before_actions(schedule: Any, call: Callable[[int], None]) -> Iterator[None]:
-    """Call a function with an action's stage before the schedule waits for its parameters, if it
-    gathers them itself.
+    """Call a function with an action's stage before the schedule waits for the stage's parameters,
+    if the schedule gathers them.
 
     torch 2.14; no public way."""
     wait = getattr(schedule, "_assert_unsharded", None)
@@ -242,12 +272,15 @@ def before_actions(schedule: Any, call: Callable[[int], None]) -> Iterator[None]
         call(stage.stage_index)
         wait(stage)  # type: ignore[misc]
 
-    with patch.object(schedule, "_assert_unsharded", call_and_wait) if wait else nullcontext():
+    with ExitStack() as replacements:
+        if wait:
+            name = "_assert_unsharded"
+            replacements.enter_context(replaced(schedule, name, call_and_wait))
         yield
 
 
 def run_silently(schedule: Any, events: list[Event]) -> None:
-    """Run a schedule of silent stages, which appends what it does to their events.
+    """Run a schedule of silent stages, which append what it does to the events.
 
     torch 2.14; no public way."""
     from torch.distributed.pipelining import schedules
@@ -258,7 +291,7 @@ def run_silently(schedule: Any, events: list[Event]) -> None:
 
     schedule._initialize_stage = schedule._initialize_stages = lambda *args, **kwargs: None
     gather = before_actions(schedule, lambda stage: events.append(Event("gather", stage)))
-    with patch.object(schedules, "_batch_p2p", send), gather:
+    with replaced(schedules, "_batch_p2p", send), gather:
         schedule._step_microbatches()
 
 
@@ -280,21 +313,30 @@ class SilentStage:
     submod = nn.Module()
 
     def __init__(self, index: int, rank_of: Mapping[int, int], events: list[Event]) -> None:
-        self.stage_index, self.num_stages = index, len(rank_of)
-        self.group_rank, self.group_size = rank_of[index], len({*rank_of.values()})
-        self.is_first, self.is_last = index == 0, index == len(rank_of) - 1
+        self.stage_index = index
+        self.num_stages = len(rank_of)
+        self.group_rank = rank_of[index]
+        self.group_size = len({*rank_of.values()})
+        self.is_first = index == 0
+        self.is_last = index == len(rank_of) - 1
         self._events = events
 
     def __getattr__(self, name: str) -> Callable[..., list[Any]]:
         kind = _KIND_OF_CALL.get(name, "")
 
         def call(number: int = -1, *args: Any, full_backward: bool = True, **_: Any) -> list[Any]:
-            event = Event(kind if full_backward else "I", self.stage_index, number)
-            if kind in ("send F", "send B"):
-                is_end = self.is_last if kind == "send F" else self.is_first
-                return [SimpleNamespace(peer=0, event=event)] * (not is_end)
-            if kind:
-                self._events.append(event)
+            event = Event(kind, self.stage_index, number)
+            if not full_backward:
+                event = event._replace(kind="I")
+            if kind not in ("send F", "send B"):
+                if kind:
+                    self._events.append(event)
+                return []
+            has_receiver = not self.is_first
+            if kind == "send F":
+                has_receiver = not self.is_last
+            if has_receiver:
+                return [SimpleNamespace(peer=0, event=event)]
             return []
 
         return call
@@ -302,7 +344,7 @@ class SilentStage:
 
 @dataclass
 class _Held:
-    """The work of a send or of a receive."""
+    """The work of a send or a receive, which keeps its tensor."""
 
     tensor: torch.Tensor
 
@@ -314,13 +356,14 @@ class _Held:
 
 
 def untraceable() -> tuple[type[Exception], ...]:
-    """Return the errors of operations that fake tensors cannot do; each has it as `func`.
+    """Return the errors of operations that fake tensors can't do; each has the operation as `func`.
 
     torch 2.11 and 2.14; no public names.
     """
     from torch._subclasses import fake_tensor
 
-    data, shape = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+    data = fake_tensor.DataDependentOutputException
+    shape = fake_tensor.DynamicOutputShapeException
     return data, shape, fake_tensor.UnsupportedOperatorException
 
 

@@ -1,5 +1,5 @@
-"""Declarations of models, optimizers, converters and sinks, and registration by name: the public
-face.
+"""The public interface to declare models, optimizers, converters and sinks, and register them by
+name.
 
 May import errors and the standard library (pydantic late). Never imports torch, a model, or
 anything above.
@@ -41,4 +41,6 @@ from titanlite.registry.rule import (
 )
 
 # Earlier names, which users' packages may import.
-Step, Part, Shape = WeightTransform, FusedSlice, ModelDims
+Step = WeightTransform
+Part = FusedSlice
+Shape = ModelDims

@@ -1,4 +1,4 @@
-"""The config of a flavor with some fields replaced: every fault is named."""
+"""The config of a flavor with some fields replaced; all faults are reported."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def configured(
     overrides: Mapping[str, Any],
     reads_folders: bool,
 ) -> Any:
-    """Return the config of a model's flavor with some fields replaced.
+    """Return the config of a model's flavor with some fields replaced; an error names all that do
+    not fit.
 
-    An error names all that do not fit. A model that reads Hugging Face folders has the flavor "hf".
+    A model that reads Hugging Face folders has the flavor "hf".
     """
     from pydantic import ValidationError
 
     legal = [*flavors]
-    if reads_folders:  # the overrides of flavor hf give all fields
+    if reads_folders:  # with flavor hf, the overrides have all fields
         legal.append("hf")
     if flavor not in legal:
-        hint = f'did you mean "{close}"? ' if (close := nearest(flavor, legal)) else ""
+        close = nearest(flavor, legal)
+        hint = f'did you mean "{close}"? ' if close else ""
         raise UserError(f'unknown flavor "{flavor}" of {model}; {hint}legal: {", ".join(legal)}')
     base = flavors.get(flavor)
     unknown = list[str]()
@@ -40,11 +42,15 @@ def configured(
     try:
         return _adapter(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        faults = "; ".join(
-            ".".join(map(str, e["loc"])) + ": " * bool(e["loc"]) + e["msg"] for e in error.errors()
-        )
+        messages = []
+        for each in error.errors():
+            message = each["msg"]
+            if each["loc"]:
+                message = f"{'.'.join(map(str, each['loc']))}: {message}"
+            messages.append(message)
+        faults = "; ".join(messages)
         faults = faults.replace("Value error, ", "").replace("Input should be", "must be")
-        # pydantic writes 1e-30 with thirty digits.
+        # pydantic prints 1e-30 with thirty digits.
         faults = re.sub(r"0\.0{9,}\d+", lambda number: f"{float(number[0]):g}", faults)
         raise UserError(faults) from None
 
@@ -59,16 +65,15 @@ def _adapter(cls: Any) -> Any:
 def _merged(
     cls: Any, base: Any, overrides: Mapping[str, Any], path: str, unknown: list[str]
 ) -> dict[str, Any]:
-    """Return a dataclass's fields with some replaced, and those of a nested dataclass one by
-    one.
-    """
+    """Return a dataclass's fields with some replaced, individually in nested dataclasses."""
     known = [field.name for field in dataclasses.fields(cls)]
     types = get_type_hints(cls)
     values = dict(base or {})
     for name, value in overrides.items():
-        nested = [
-            t for t in (types.get(name), *get_args(types.get(name))) if dataclasses.is_dataclass(t)
-        ]
+        nested = []
+        for t in (types.get(name), *get_args(types.get(name))):
+            if dataclasses.is_dataclass(t):
+                nested.append(t)
         if name not in known:
             hint = f"nearest: {nearest(name, known) or 'none'}; known: {', '.join(known)}"
             unknown.append(f"{path}{name} ({hint})")

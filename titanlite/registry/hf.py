@@ -43,9 +43,7 @@ class WeightTransform:
 
 @dataclass(frozen=True)
 class Rotary(WeightTransform):
-    """The RoPE permutation of a projection's rows: we rotate adjacent pairs, Hugging Face rotates
-    halves.
-    """
+    """The RoPE permutation of a projection's rows: we rotate pairs, Hugging Face halves."""
 
     heads: int
 
@@ -57,7 +55,8 @@ class Rotary(WeightTransform):
 
     def source_region(self, box: Box, shape: Sequence[int]) -> tuple[Box, Box, WeightTransform]:
         rows = shape[0] // self.heads
-        first, last = box[0].start // rows, -(-box[0].stop // rows)
+        first = box[0].start // rows
+        last = -(-box[0].stop // rows)
         heads = (slice(first * rows, last * rows), *box[1:])
         return heads, heads, Rotary(last - first)
 
@@ -88,18 +87,18 @@ class FusedSlice:
 
 @dataclass(frozen=True)
 class TorchTitan:
-    """A model's weights in TorchTitan's checkpoints, as far as they differ from ours."""
+    """How a model's weights in TorchTitan's checkpoints differ from ours."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """How some names end there, by how ours do."""
+    """Endings of TorchTitan's names, by the endings of ours that they replace."""
     rotates_halves: bool = False
-    """Rotary weights are in Hugging Face's order there, to which the table's transforms lead."""
+    """Whether rotary weights are in Hugging Face's order, as the table's transforms make them."""
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shapes of float32 tensors that are there and stay zero, and are not here."""
+    """Shapes of float32 tensors that TorchTitan has, all zero, and titanlite has not."""
 
 
 class Conversion(Protocol):
-    """Parameters that are other tensors in a folder."""
+    """Parameters that are stored as other tensors in a folder."""
 
     parameters: tuple[str, ...]
     names: tuple[str, ...]
@@ -109,13 +108,13 @@ class Conversion(Protocol):
         ...
 
     def from_hf(self, parameter: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return a parameter, of the tensors that `read` returns by name."""
+        """Return a parameter, made from tensors that `read` returns by name."""
         ...
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A model's Hugging Face folder, except for tensor names, which the table has."""
+    """A model's Hugging Face folder, except for tensor names, which are in the table."""
 
     config: Callable[[Any], dict[str, Any]]
     """Returns the content of config.json for a flavor."""
@@ -124,16 +123,13 @@ class HuggingFace:
     ignored_tensors: tuple[str, ...] = ()
     """Patterns of Hugging Face tensors to skip, such as buffers."""
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Returns what transformers takes for keys that a given config.json lacks, of all that change a
-    value.
-    """
+    """Returns transformers' defaults for keys that a config.json lacks and that change values."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The key of config.json of each field of a flavor, both dotted where nested.
-
-    Model.flavor hf reads it.
+    """The config.json key of each field of a flavor, both dotted where nested; read by
+    model.flavor hf.
     """
     conversions: Callable[[Any], Mapping[str, Conversion]] | None = None
-    """Returns the parameters of a flavor that a folder has otherwise than the table says.
+    """Returns the parameters of a flavor that a folder stores differently from the table.
 
-    With it a flavor is any config.json, as it is.
+    A model with conversions takes any config.json as a flavor.
     """

@@ -1,5 +1,5 @@
 """LoRA as rows of a model's table: the product of two narrow matrices is trained next to a matrix,
-and all else is frozen.
+and everything else is frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_of(matrix: str) -> tuple[str, str]:
-    """Return the names of A and B of a matrix, or their patterns of its pattern."""
+    """Return the names of A and B for a matrix's name, or their patterns for its pattern."""
     path = matrix.removesuffix(".weight")
     return f"{path}.lora_A", f"{path}.lora_B"
 
@@ -33,7 +33,7 @@ class Adapters:
 
     @classmethod
     def of(cls, lora: Any) -> Adapters | None:
-        """Return those of a config's section [lora]; None if its rank is 0."""
+        """Return the adapters of a config's [lora] section; None if its rank is 0."""
         if not lora.rank:
             return None
         return cls(lora.rank, lora.alpha, lora.dropout, tuple(lora.patterns))
@@ -43,7 +43,7 @@ class Adapters:
         return self.alpha / self.rank
 
     def bases(self, rules: Sequence[Rule]) -> dict[str, Rule]:
-        """Return the rows of the matrices that have an adapter, by the pattern of the module."""
+        """Return the rows of the matrices with adapters, by the pattern of the module."""
         found = {}
         for rule in rules:
             path = rule.pattern.removesuffix(".weight")
@@ -53,15 +53,14 @@ class Adapters:
         return found
 
     def rows(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-        """Return the rows of A and B: A is split as the matrix's inputs are, B as its outputs."""
+        """Return the rows of A and B: A is split like the matrix's inputs, B like its outputs."""
         rows = []
         for rule in self.bases(rules).values():
             a, b = adapter_of(rule.pattern)
-            is_row = rule.tensor == "row"
             # The variance of kaiming_uniform(a=sqrt(5)), from a normal distribution.
             init = Init(std=3**-0.5, by_inputs=True)
-            rows += [
-                Rule(a, init, "row" if is_row else "replicated"),
-                Rule(b, zeros, "replicated" if is_row else "column"),
-            ]
+            if rule.tensor == "row":
+                rows += [Rule(a, init, "row"), Rule(b, zeros, "replicated")]
+            else:
+                rows += [Rule(a, init, "replicated"), Rule(b, zeros, "column")]
         return tuple(rows)

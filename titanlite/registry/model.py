@@ -1,6 +1,6 @@
 """The declarations of a model: a ModelSpec, which has its table and its dimensions.
 
-A model is plain single-device code; its spec has the rest.
+A model is plain single-device code; its spec has everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """A model's dimensions: degrees are checked against them, FLOPs counted from them."""
+    """A model's dimensions, used to check degrees and count FLOPs."""
 
     layers: int
     heads: int
@@ -31,7 +31,7 @@ class ModelDims:
     vocab_size: int
     max_seq_len: int
     experts: int = 0
-    """In each block but the first `dense_layers`."""
+    """Experts in each block except the first `dense_layers`."""
     dense_layers: int = 0
 
 
@@ -60,37 +60,33 @@ class ModelSpec:
     Empty if unsupported.
     """
     unsplit: str = ""
-    """Why each rank computes with the whole model, if nothing but data parallel may split it."""
+    """Why only data parallel is possible; empty if the model can be split."""
     hf: HuggingFace | None = None
     """Its Hugging Face form; None if transformers does not have the model."""
     torchtitan: Callable[[Any], TorchTitan] = lambda flavor: TorchTitan()
     parameters: Callable[[Any], int] | None = None
-    """The number of a flavor's parameters, for `titanlite models`, which does not build it."""
+    """Returns a flavor's number of parameters, for `titanlite models`, which does not build it."""
     active_parameters: Callable[[Any], int] | None = None
-    """Of these the number that a token meets, for a model with experts."""
+    """Returns how many of them a token uses, for a model with experts."""
     idle: Callable[[Any], Mapping[str, str]] = lambda flavor: {}
-    """Fields without effect in a flavor, and the reason; a run that sets one logs it."""
-    adapters: Adapters | None = None
-    """Of [lora]; a job sets it."""
-    unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
-    """Fields that may differ from those that loaded weights were trained with, since these mean the
-    same with any.
+    """Returns fields that have no effect in a flavor, with the reason; a run that sets one logs it.
     """
+    adapters: Adapters | None = None
+    """The settings of [lora]; a job sets it."""
+    unchecked_fields: tuple[str, ...] = ("dropout", "max_seq_len")
+    """Fields that may differ from those that loaded weights were trained with."""
 
     def configure(self, flavor: str, overrides: Mapping[str, Any]) -> Any:
-        """Return the flavor's config with some fields replaced.
-
-        An error names all that do not fit.
-        """
+        """Return the flavor's config with some fields replaced; an error names all faults."""
         reads_folders = bool(self.hf and self.hf.fields)
         return configured(self.name, self.flavors, flavor, overrides, reads_folders)
 
     def of(self, model_config: Any) -> ModelSpec:
-        """Return the model's spec for a flavor, where names of its modules depend on it."""
+        """Return the model's spec for a flavor, since module names may depend on it."""
         return self
 
     def limits(self, model_config: Any) -> Mapping[str, str]:
-        """Return config keys that the model does not allow to be set, each with the reason."""
+        """Return config keys that may not be set with this model, each with the reason."""
         return {}
 
     def remark(self, model_config: Any) -> str:
@@ -98,7 +94,7 @@ class ModelSpec:
         return ""
 
     def on_cpu(self) -> AbstractContextManager[None]:
-        """Return a context in which the model calls nothing that takes no tensors of a CPU."""
+        """Return a context in which the model calls nothing that needs GPU tensors."""
         return nullcontext()
 
     def module(self, model_config: Any, positions: int) -> torch.nn.Module:

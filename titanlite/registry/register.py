@@ -21,32 +21,29 @@ Item = TypeVar("Item")
 
 
 class Registry(Generic[Item]):
-    """Items of one kind by name.
-
-    Registering a name again replaces its item, as when a module is imported again.
-    """
+    """Items of one kind by name. Registering a name again replaces its item."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self.items: dict[str, Item] = {}
 
     def find(self, name: str, package: str = "") -> Item:
-        """Return an item; import `package`, a folder in models/, or an entry point for it."""
+        """Return an item, importing `package`, a folder in models/, or an entry point for it."""
         import_package(package)
-        if name not in self.items and (load := self._loaders().get(name)):
-            load()
+        if name not in self.items:
+            load = self._loaders().get(name)
+            if load:
+                load()
         if name in self.items:
             return self.items[name]
         known = self.names()
         close = nearest(name, known)
-        # llama4 is not llama3 misspelled.
-        is_another_version = re.search(r"\d", name) and (
-            re.sub(r"\d", "", close) == re.sub(r"\d", "", name)
-        )
-        is_close = close and not is_another_version
-        hint = f"did you mean {close}? Known:" if is_close else "known:"
+        has_digits = re.search(r"\d", name)
+        if has_digits and re.sub(r"\d", "", close) == re.sub(r"\d", "", name):
+            close = ""  # llama4 is not llama3 misspelled
+        hint = f"did you mean {close}? Known:" if close else "known:"
         more = ""
-        if self._kind == "model" and not is_close:
+        if self._kind == "model" and not close:
             options = f"--model.name transformers --model.overrides.model_type {name}"
             more = f"; a class of transformers, if it has one: {options}"
         listed = ", ".join(known)
@@ -57,8 +54,8 @@ class Registry(Generic[Item]):
         return sorted({*self.items, *self._loaders()})
 
     def _loaders(self) -> dict[str, Callable[[], object]]:
-        """Return the imports of items that are not registered yet: folders in models/, and entry
-        points.
+        """Return what imports the items that may not be registered yet: folders in models/, and
+        entry points.
         """
         loaders: dict[str, Callable[[], object]] = {}
         for point in entry_points(group=f"titanlite.{self._kind}s"):
@@ -70,7 +67,8 @@ class Registry(Generic[Item]):
 
 
 _models = Registry[ModelSpec]("model")
-get_model, model_names = _models.find, _models.names
+get_model = _models.find
+model_names = _models.names
 
 
 def register_model(spec: ModelSpec) -> ModelSpec:
@@ -90,18 +88,18 @@ class OptimizerSpec:
     It is called with (trained parameters, config), see optim/build.py.
     """
     states: int
-    """Tensors of a parameter's size that it keeps for each parameter."""
+    """State tensors of a parameter's size that it keeps for each parameter."""
     matrix_states: int | None = None
-    """The same for matrices inside blocks, if these differ."""
+    """The same for matrices inside blocks, if different."""
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
     communicates: bool = False
-    """The function also gets the process group of the ranks that share the parameters, None if it
-    is all of them.
+    """Whether the function also gets the process group of the ranks that share the parameters (None
+    if it is all ranks).
     """
     elementwise: bool = False
-    """It updates in place, each element by its own gradient and state, and keeps its numbers in
-    tensors: training.offload_folder can cut a parameter into pieces.
+    """Whether it updates each element in place from its own gradient and state, and keeps its
+    numbers in tensors, so that training.offload_folder can cut parameters into pieces.
     """
 
 
@@ -182,7 +180,7 @@ def import_package(package: str) -> None:
     if not all(part.isidentifier() for part in package.split(".")):
         raise UserError(f'"{package}" is not a name that Python can import, such as my_models.tiny')
     if "" not in sys.path:
-        # The current folder, where the installed script does not look; last, to shadow nothing.
+        # The current folder, where an installed script does not look; last, to shadow nothing.
         sys.path.append("")
     try:
         module = importlib.import_module(package)
@@ -204,7 +202,9 @@ def _load_entry_point(point: EntryPoint) -> None:
     try:
         point.load()
     except Exception as error:
-        of = f"{point.dist.name}'s entry point" if point.dist else "the entry point"
+        of = "the entry point"
+        if point.dist:
+            of = f"{point.dist.name}'s entry point"
         why = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f'{of} {point.name} = "{point.value}" in {point.group} fails to import: {why}'
@@ -215,8 +215,8 @@ def _model_folders() -> list[str]:
     """Return the names of the models in models/, without importing any."""
     package = importlib.util.find_spec("titanlite.models")
     paths = package.submodule_search_locations if package else None
-    return [
-        module.name
-        for module in pkgutil.iter_modules(paths)
-        if module.ispkg and module.name != "common"
-    ]
+    found = list[str]()
+    for module in pkgutil.iter_modules(paths):
+        if module.ispkg and module.name != "common":
+            found.append(module.name)
+    return found

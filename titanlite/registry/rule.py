@@ -32,7 +32,7 @@ class Init:
     by_inputs: bool = False
     """Divide std by the square root of the last dimension."""
     edit: Callable[[torch.Tensor, tuple[int, ...], int], None] | None = None
-    """Changes the values of a rank's shard further, given where it begins and the seed."""
+    """Changes the values of a rank's shard afterwards, given its offset and the seed."""
 
 
 def normal(std: float, by_depth: bool = False) -> Init:
@@ -53,14 +53,14 @@ class Rule:
     hf: str = ""
     """Name in a Hugging Face folder, with the pattern's wildcards in the same order.
 
-    A `#` stands for the number of a slice of dimension 0, if each is a tensor of its own there.
+    A `#` stands for the index along dimension 0, if each slice is a separate tensor there.
     """
     via: tuple[WeightTransform, ...] = ()
     """Transforms to its Hugging Face form, in order."""
     part: FusedSlice = FusedSlice()
-    """The slice of a Hugging Face tensor that it is, if several parameters are joined there."""
+    """Which slice of a Hugging Face tensor it is, if several parameters are joined there."""
     tied: str = ""
-    """Second name of the same tensor, such as of an output layer that shares the embedding."""
+    """Second name of the same tensor, such as an output layer that shares the embedding."""
     active: float = 1.0
     """Fraction of the weight used per token: top_k / experts for expert weights, else 1."""
 
@@ -71,7 +71,9 @@ class Rule:
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return the components of `name` at the wildcards, or None."""
         match = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)
-        return match.groups() if match else None
+        if match:
+            return match.groups()
+        return None
 
     def hf_name(self, name: str) -> str:
         """Return the Hugging Face name of a parameter that this row matches."""
@@ -82,19 +84,18 @@ class Rule:
 def assign(
     rules: Sequence[Rule], names: Iterable[str], *, ties: Mapping[str, str]
 ) -> dict[str, Rule]:
-    """Return the row of every parameter.
-
-    An error names all parameters and rows that do not pair off exactly.
+    """Return the row of every parameter; an error names all parameters and rows that do not match
+    one to one.
 
     `ties` maps the second name of every shared tensor to its first.
     """
     table: dict[str, Rule] = {}
     legal = get_args(Role)
-    unknown = [rule for rule in rules if rule.tensor not in legal]
-    faults = [
-        f'the row {r.pattern} has the unknown role "{r.tensor}"; legal: {", ".join(legal)}'
-        for r in unknown
-    ]
+    faults = []
+    for rule in rules:
+        if rule.tensor not in legal:
+            role = f'the unknown role "{rule.tensor}"; legal: {", ".join(legal)}'
+            faults.append(f"the row {rule.pattern} has {role}")
     for name in names:
         matching = [rule for rule in rules if rule.match(name) is not None]
         if len(matching) == 1:
@@ -106,9 +107,9 @@ def assign(
         else:
             faults.append(f"{name} matches no row")
     used = {rule.pattern for rule in table.values()}
-    faults += [
-        f"the row {rule.pattern} matches no parameter" for rule in rules if rule.pattern not in used
-    ]
+    for rule in rules:
+        if rule.pattern not in used:
+            faults.append(f"the row {rule.pattern} matches no parameter")
     declared = {rule.tied: name for name, rule in table.items() if rule.tied}
     for second in sorted(declared.keys() | ties.keys()):
         if declared.get(second) != ties.get(second):
@@ -124,8 +125,9 @@ def assign(
 
 
 def expert_paths(rules: Iterable[Rule], blocks: str) -> tuple[str, ...]:
-    """Return the paths, inside a block, of the modules that have expert weights."""
-    patterns = [
-        rule.pattern.removeprefix(f"{blocks}.*.") for rule in rules if rule.tensor == "expert"
-    ]
-    return tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+    """Return the paths, inside a block, of the modules with expert weights."""
+    paths: dict[str, None] = {}
+    for rule in rules:
+        if rule.tensor == "expert":
+            paths[rule.pattern.removeprefix(f"{blocks}.*.").rpartition(".")[0]] = None
+    return tuple(paths)

@@ -1,4 +1,4 @@
-"""The base of every rank: cluster variables, process groups, seeds, files, and torch's private
+"""What every rank builds on: cluster variables, process groups, seeds, files, and torch's private
 names.
 
 May import config, registry, layout and errors. Never imports a technique, a model or a checkpoint.

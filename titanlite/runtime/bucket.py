@@ -1,7 +1,7 @@
 """Object stores, by obstore: `place` returns for a URL what LocalPath is for a folder.
 
-A stored object is whole or not there, and nothing is renamed. Every request is bounded in time. No
-fork may use a store: the child would hang, and its parent.
+An object is either complete or absent, and nothing is renamed. Every request is bounded in time. A
+fork must not use a store: both the child and its parent would hang.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ class Uploads:
     """How an object is stored."""
 
     parallel: int = 4
-    """Parts on their way at once."""
+    """Parts in flight at once."""
     part: int = 16 << 20
-    """Bytes of a part, and most of an object of one request; more where parts would be too many."""
+    """Bytes of a part, and of the largest object sent in one request; more if there would be too
+    many parts.
+    """
     timeout: float = 0
-    """Seconds until a part without an answer is sent again; 0: those of any request."""
+    """Seconds after which an unanswered part is sent again; 0: as for any request."""
     limit: float = math.inf
-    """Most seconds of an object."""
+    """Time limit for an object, in seconds."""
 
 
 class Bucket:
     """A bucket or container, such as s3://NAME, in the process that opened it."""
 
     def __init__(self, url: str, patience: float, uploads: Uploads) -> None:
-        """Find the credentials; nothing is asked of the store yet."""
+        """Find the credentials, without a request to the store."""
         self.url = url
         self._settings = uploads
         try:
@@ -100,7 +102,7 @@ class Bucket:
             return getattr(store, name)(*arguments, **options)
 
     def put(self, key: str, blocks: Iterable[bytes | memoryview], size: int) -> None:
-        """Store an object of about this size from blocks, none of which may change later."""
+        """Store an object of about this size from blocks, which must not change later."""
         import asyncio  # late: most processes use no store
 
         given = self._settings
@@ -138,8 +140,8 @@ class Bucket:
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Store a small object if there is none; return False if another writer was first.
 
-        No other call may have the same content: the answer may get lost, and the request, which
-        is sent again, is refused then.
+        The content must be unique to this call: if the answer gets lost, the request is sent again
+        and refused, and only the content tells who was first.
         """
         for tries_left in reversed(range(3)):
             try:
@@ -153,13 +155,13 @@ class Bucket:
         return False
 
     def read_range(self, key: str, start: int, size: int) -> tuple[bytes, Any]:
-        """Return bytes of an object, and what the store says of it."""
+        """Return bytes of an object, and its metadata."""
         with self.explained():
             found = self.call("get", key, options={"range": (start, start + size)})
             return found.bytes(), found.meta
 
     def blocks(self, key: str) -> Iterator[bytes]:
-        """Yield the content of an object, all of one version."""
+        """Yield the content of an object, all from one version."""
         with self.explained():
             found = self.call("get", key)
             size, tag = found.meta["size"], found.meta["e_tag"]
@@ -405,8 +407,8 @@ def local_folder(text: str) -> LocalPath:
 
 
 def check(url: str, patience: float = 5) -> None:
-    """Raise unless this process may list, write, read and delete there, and the store can refuse a
-    second writer.
+    """Raise unless this process may list, write, read and delete there, and the store can refuse to
+    overwrite an object.
     """
     root = bucket_path(url, patience)
     probe = root / f".probe-{uuid4().hex}"
@@ -435,7 +437,9 @@ def check(url: str, patience: float = 5) -> None:
 
 
 def in_own_process(module: str, *arguments: str) -> str:
-    """Run a module that uses a store, for a launcher, which forks; return what it prints."""
+    """Run a module that uses a store, for a launcher, which must not do so itself because it forks;
+    return what the module prints.
+    """
     result = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True
     )
@@ -446,7 +450,7 @@ def in_own_process(module: str, *arguments: str) -> str:
 
 
 def main(function: Callable[[str], object], url: str) -> int:
-    """Call a function of a place, for `in_own_process`; print its result, or its error."""
+    """Call a function with a URL, for `in_own_process`; print its result or its error."""
     try:
         print(function(url) or "")
     except BucketError as error:

@@ -16,20 +16,21 @@ from pathlib import Path
 
 from titanlite.errors import UserError, install_command, print_notice
 
-DEFAULT_PORT, PORTS = 29500, (1, 65535)
+DEFAULT_PORT = 29500
+PORTS = (1, 65535)
 RESOLVER = "timeout:1 attempts:1"
-"""Options of name look-ups between several hosts.
+"""Options for name lookups in runs of several hosts.
 
-Torch's store looks up who connects, in its only thread: where no name server answers, each would
-take the 10 s of the defaults, and nodes would count as lost. Without a name the address is used.
+Torch's store looks up the name of each client in its only thread. If no name server answers, each
+lookup takes 10 s by default, and nodes would count as lost. Without a name the address is used.
 """
 DRIVER_SECONDS = 30
-"""How long nvidia-smi may take: with a sick driver it never ends."""
+"""Time limit of nvidia-smi, which never ends if the driver is broken."""
 
 
 def ask_driver(*arguments: str) -> str:
-    """Return what nvidia-smi prints, nothing where there is none; raise UserError where it does not
-    end.
+    """Return the output of nvidia-smi, or an empty string if it is missing; raise UserError if it
+    does not end.
     """
     try:
         done = subprocess.run(
@@ -53,7 +54,9 @@ class RankInfo:
 
 
 def rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Return this worker's rank as torchrun or srun announces it, by default the only one."""
+    """Return this worker's rank from the variables of torchrun or srun; without any, it is the only
+    one.
+    """
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -65,10 +68,10 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:
-    """Set up torch's allocator and Triton, before they are imported, where the user has not."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the next one
+    """Configure torch's allocator and Triton, before their import, unless the user has done so."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Triton 3.10 changes it, and with it compiled numbers.
+    # Triton 3.10 changes the default, and with it the numbers of compiled code.
     environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
@@ -87,9 +90,9 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the first node of the job, and a port that other jobs on it are unlikely to use."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)  # node[07-12,15],other -> node07
-    address = environ.get("MASTER_ADDR") or (
-        first.group(1) + (first.group(2) or "") if first else ""
-    )
+    address = environ.get("MASTER_ADDR", "")
+    if not address and first:
+        address = first[1] + (first[2] or "")
     if not address:
         raise UserError(
             "SLURM started several nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set"
@@ -101,9 +104,7 @@ def slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
 def read_number(
     environ: Mapping[str, str], name: str, default: int, least: int = 0, most: float = math.inf
 ) -> int:
-    """Return a variable as a whole number; raise UserError where it is anything else or out of
-    range.
-    """
+    """Return a variable as a whole number; raise UserError if it is not one, or out of range."""
     text = environ.get(name, "")
     if not text:
         return default
@@ -114,7 +115,7 @@ def read_number(
 
 
 def shown_ranks(environ: Mapping[str, str]) -> set[int]:
-    """Return the ranks to show the output of: LOG_RANK, one rank or several with commas between."""
+    """Return the ranks whose output is shown: LOG_RANK, one or several separated by commas."""
     text = environ.get("LOG_RANK") or "0"
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise UserError(f"LOG_RANK={text} must be a rank, or several with commas between")
@@ -123,18 +124,19 @@ def shown_ranks(environ: Mapping[str, str]) -> set[int]:
 
 def cores() -> int:
     """Return the cores that this process may use, by its affinity and its container's quota."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
     limit = Path("/sys/fs/cgroup/cpu.max")
-    quota, _, period = limit.read_text().partition(" ") if limit.is_file() else ("max", "", "")
-    return min(count, max(1, int(quota) // int(period))) if quota.isdigit() else count
+    if limit.is_file():
+        quota, _, period = limit.read_text().partition(" ")
+        if quota.isdigit():
+            count = min(count, max(1, int(quota) // int(period)))
+    return count
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many open files as the system does, such as a connection for each
-    rank.
-    """
+    """Allow this process as many open files as the system permits, for a connection per rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
@@ -142,16 +144,17 @@ def raise_file_limit() -> None:
 
 def check_torch() -> None:
     """Refuse a torch older than pyproject.toml allows, before its import fails in some other way;
-    warn of a newer.
+    warn about a newer one.
     """
     try:
-        installed, requirements = version("torch"), requires("titanlite") or ()
+        installed = version("torch")
+        requirements = requires("titanlite") or ()
     except PackageNotFoundError as error:
         if error.name == "torch":
             raise UserError(
                 f"torch is not installed in this environment: {install_command('torch')}"
             ) from None
-        return  # a checkout on PYTHONPATH, not installed: there is no range
+        return  # a checkout on PYTHONPATH, not installed, has no range
     requirement = next(line for line in requirements if re.match("torch[<>]", line))
     low, high = sorted(_major_minor(limit) for limit in re.findall(r"[\d.]+", requirement))
     if _major_minor(installed) < low:

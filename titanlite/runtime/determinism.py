@@ -1,6 +1,4 @@
-"""Seeds: everything random is a function of names and numbers of the job, never of a rank's
-history.
-"""
+"""Seeds: everything random depends on the job's names and numbers, never on a rank's history."""
 
 import hashlib
 import os
@@ -24,19 +22,18 @@ def agree_on_seed(configured: int | None) -> int:
 
 
 def reseed(seed: int, step: int, micro_batch: int, *coordinates: int) -> None:
-    """Seed dropout for one micro-batch on the rank with these coordinates; a checkpoint needs no
-    generator state.
+    """Seed dropout for one micro-batch on the rank with these coordinates, so that checkpoints need
+    no generator state.
     """
     derived = derive_seed("dropout", seed, step, micro_batch, *coordinates)
     torch.default_generator.manual_seed(derived)
-    if (
-        torch.cuda.is_initialized()
-    ):  # torch.manual_seed would format the stack for each kind of device that is not
+    # torch.manual_seed would format a stack for each kind of device that is not initialized.
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed(derived)
 
 
 def use_deterministic_algorithms() -> None:
-    """Make an operation without a deterministic form an error."""
+    """Make operations without a deterministic implementation an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

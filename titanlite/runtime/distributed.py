@@ -32,7 +32,7 @@ WATCH_SECONDS = 15
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
-    """Return the device of a rank for a value of job.device; raise UserError where it has none."""
+    """Return the device of a rank for a value of job.device; raise UserError if there is none."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -47,26 +47,28 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
 
 
 def shared_device(local_rank: int, local_world: int) -> torch.device:
-    """Return the GPU of a rank on a node with as many ranks as there are GPUs, or more."""
+    """Return the GPU of a rank on a node that may have more ranks than GPUs."""
     gpus = torch.cuda.device_count()
     if gpus < local_world:
-        # NCCL refuses two ranks of one host on a GPU, but not two hosts.
+        # NCCL refuses two ranks of one host on a GPU, but not of two hosts.
         os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return torch.device("cuda", local_rank % gpus)
 
 
 def stay_near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Keep this thread, and those that it starts, on the cores of a GPU's NUMA node, of those that
-    it may use.
+    """Pin this thread, and those that it starts, to the cores of the GPU's NUMA node that it may
+    use.
     """
-    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the names
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these names
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     with suppress(OSError, ValueError):  # a virtual machine may not say
         ranges = (devices / address / "local_cpulist").read_text().strip().split(",")
         bounds = [tuple(map(int, each.split("-"))) for each in ranges]
-        near = {core for each in bounds for core in range(each[0], each[-1] + 1)}
-        os.sched_setaffinity(0, near & os.sched_getaffinity(0))  # an error if there is none
+        near = set()
+        for each in bounds:
+            near.update(range(each[0], each[-1] + 1))
+        os.sched_setaffinity(0, near & os.sched_getaffinity(0))  # fails if no core is left
 
 
 @contextmanager
@@ -74,28 +76,30 @@ def process_group(
     rank: RankInfo, device: torch.device, comm: Comm, dump_folder: Path, environ: Mapping[str, str]
 ) -> Iterator[None]:
     """Create the job's process group, and destroy it on success."""
-    backend, gpu = "gloo", None
+    backend = "gloo"
+    gpu = None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         stay_near(device)
-        backend, gpu = "cuda:nccl,cpu:gloo", device
+        backend = "cuda:nccl,cpu:gloo"
+        gpu = device
         traces = dump_folder / comm.save_traces_folder  # NCCL's flight recorder reads these
         traces.mkdir(parents=True, exist_ok=True)
-        if (
-            "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
-        ):  # an older name, which a newer one overrides
+        # The user may have set the older names, which the newer ones would override.
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
         if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(traces / "rank_"))
         recorder = "FR" if torch.__version__ >= "2.15" else "NCCL"
         os.environ.setdefault(f"TORCH_{recorder}_DUMP_ON_TIMEOUT", "1")
-        # The elastic agent's default, with which the record can be lost (pytorch#121055).
+        # With the elastic agent's default the record can be lost (pytorch#121055).
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     torch_private.give_gloo_groups_one_thread()
     raise_file_limit()
     if read_number(environ, "LOCAL_WORLD_SIZE", rank.world) < rank.world:
-        # Otherwise all ranks of each group connect to each other at its start: minutes for 1,000.
+        # Otherwise all ranks of a group connect to each other when it is created, which takes
+        # minutes for 1,000 ranks.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         os.environ.setdefault("RES_OPTIONS", RESOLVER)
         if rank.rank == 0 and outlives_attempts(environ) and not environ.get(ATTEMPT):
@@ -129,13 +133,13 @@ def _store(rank: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> di
 
 
 def collective_timeout(seconds: float) -> timedelta:
-    """Return the collective timeout for a phase limit: longer than the limit, so that the report of
-    a hang, which names the rank, comes first."""
+    """Return the timeout of collectives for a phase limit. It is longer, so that the report of a
+    hang, which names the rank, comes first."""
     return timedelta(seconds=seconds + WATCH_SECONDS)
 
 
 def set_collective_timeout(seconds: float, excluded: dist.ProcessGroup | None = None) -> None:
-    """Change the timeout of every process group but one, also of those that FSDP2 creates."""
+    """Change the timeout of every process group but one, including those that FSDP2 creates."""
     for group in torch_private.process_groups():
         if group is not excluded:
             group.set_timeout(collective_timeout(seconds))
@@ -146,13 +150,13 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def gather_on_rank_0(value: T) -> list[T]:
-    """Return every rank's value on rank 0, and elsewhere only this rank's."""
+    """Return every rank's value on rank 0; on other ranks only their own."""
     return gather_objects(value, dist.group.WORLD, only_rank_0=True)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, only_rank_0: bool = False) -> list[T]:
-    """Return every rank's value, on every rank of the group or rank 0; without one there is only
-    this process.
+    """Return every rank's value, on every rank of the group or only on rank 0. Without a group
+    there is only this process.
     """
     if not group:
         return [value]

@@ -1,7 +1,7 @@
-"""Processes that need no imports: forks of this one, as it was when their server was made.
+"""Processes that need no imports: forks of this one, as it was when their server was created.
 
-The server is a fork of this process. It forks what is asked for twice, so that this process becomes
-the parent, and ends with it. Only Linux lets a process adopt orphans. No torch."""
+The server is a fork of this process, and ends with it. For each request it forks twice, so that
+this process, which adopts orphans, becomes the parent. Only Linux supports that. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 ADOPT_ORPHANS = 36
-"""PR_SET_CHILD_SUBREAPER, a number of Linux."""
+"""PR_SET_CHILD_SUBREAPER of Linux."""
 MOST_BYTES = 1 << 20
-"""Of a request: the environment and the arguments."""
+"""Size limit of a request, which holds the environment and the arguments."""
 POLL_SECONDS = 0.02
 _SIGNALS = (
     signal.SIGINT,
@@ -33,10 +33,10 @@ _SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""Those that titanlite handles."""
+"""The signals that titanlite handles."""
 
 Task = Callable[[], None]
-"""What a new process does, with its arguments in sys.argv; it ends when this returns."""
+"""What a new process runs, with its arguments in sys.argv; the process ends when this returns."""
 
 
 class CannotFork(Exception):
@@ -44,8 +44,8 @@ class CannotFork(Exception):
 
 
 def require_forkable() -> None:
-    """Raise CannotFork unless a fork of this process is like a new one: it would lack the threads,
-    and with them whoever holds a lock; a driver of GPUs does not survive it.
+    """Raise CannotFork unless a fork of this process would work like a new one. It would lack other
+    threads, which may hold locks, and a GPU driver does not survive a fork.
     """
     if sys.platform != "linux":
         raise CannotFork(f"{sys.platform} cannot")
@@ -58,7 +58,7 @@ def require_forkable() -> None:
 
 
 class Child:
-    """A process that a server has forked, as subprocess.Popen has it."""
+    """A process forked by a server, with the methods of subprocess.Popen that are needed."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -74,11 +74,13 @@ class Child:
 
     def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
+        while True:
+            code = self.poll()
+            if code is not None:
+                return code
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(POLL_SECONDS)
-        return code
 
 
 class ForkServer:
@@ -86,10 +88,10 @@ class ForkServer:
 
     def __init__(self, task: Task) -> None:
         require_forkable()
-        sys.stdout.flush()  # or a fork would print it again
+        sys.stdout.flush()  # or forks would print the buffer again
         sys.stderr.flush()
         self.fault = ""
-        """Why it can start no process any more."""
+        """Why it cannot start processes any more."""
         self._requests, theirs = socket_pair()
         adopt_orphans()
         if not os.fork():
@@ -100,8 +102,8 @@ class ForkServer:
         theirs.close()
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], files: Sequence[int]) -> Child:
-        """Start a process with these standard files and variables, which leads a session; raise
-        CannotFork if the server cannot."""
+        """Start a process with these standard files and variables, in a new session; raise
+        CannotFork if that fails."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         request = {"argv": [*argv], "environ": {**environ}, "mask": [*map(int, mask)]}
         try:
@@ -112,8 +114,11 @@ class ForkServer:
 
 
 def in_a_fork(function: Callable[[], bool]) -> bool:
-    """Return what a function returns in a fork, which keeps what it starts out of this process."""
-    if child := os.fork():
+    """Call a function in a fork and return its result, so that what it starts stays out of this
+    process.
+    """
+    child = os.fork()
+    if child:
         return os.waitpid(child, 0)[1] == 0
     with suppress(BaseException):
         os._exit(not function())
@@ -129,12 +134,12 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes below this one whose parent has ended."""
+    """Become the parent of descendants whose parent has ended."""
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, 1, 0, 0, 0)
 
 
 def ask(requests: socket.socket, request: Mapping[str, Any], files: Sequence[int]) -> int:
-    """Send a request to a server; return the number of the new process."""
+    """Send a request to a server; return the id of the new process."""
     try:
         socket.send_fds(requests, [json.dumps(request).encode()], files)
         answer = requests.recv(MOST_BYTES).decode()
@@ -146,7 +151,7 @@ def ask(requests: socket.socket, request: Mapping[str, Any], files: Sequence[int
 
 
 def _serve(requests: socket.socket, task: Task) -> NoReturn:
-    """Fork at each request, until the process that asks has ended."""
+    """Fork at each request until the requesting process has ended."""
     request, files = serve(requests)
     code = 1
     try:
@@ -163,11 +168,11 @@ def _serve(requests: socket.socket, task: Task) -> NoReturn:
 
 
 def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork at each request; return it, and its files, in the new process."""
+    """Fork at each request; in the new process, return the request and its files."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # it is meant for the process that asks
-    gc.freeze()  # or a collection in each fork would copy all pages
+        signal.signal(number, signal.SIG_IGN)  # signals are for the requesting process
+    gc.freeze()  # or garbage collection in each fork would copy all pages
     while True:
         message, files, *_ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not message:
@@ -187,7 +192,7 @@ def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Handle signals as a new interpreter does: what was ignored stays so."""
+    """Handle signals like a new interpreter; ignored ones stay ignored."""
     for number, handler in handlers.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -196,12 +201,13 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _fork_twice() -> str | None:
-    """Return the number of a process that is not a child of this one; None in that process."""
+    """Return the id of a new process that is not a child of this one; None in that process."""
     read, write = os.pipe()
     middle = os.fork()
     if not middle:
         between = os.getpid()
-        if child := os.fork():
+        child = os.fork()
+        if child:
             os.write(write, str(child).encode())
             os._exit(0)
         os.close(read)
@@ -217,9 +223,7 @@ def _fork_twice() -> str | None:
 
 
 def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Be what a new interpreter would be: its files, session, variables, signals and random
-    numbers.
-    """
+    """Become like a new interpreter: in files, session, variables, signals and random numbers."""
     for number, file in enumerate(files):
         os.dup2(file, number)
     for file in {*files} - {0, 1, 2}:
@@ -231,16 +235,19 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
         os.chdir(request["cwd"])
     sys.argv = [sys.argv[0], *request["argv"]]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # Python's own generator has a new seed in a fork
+    sys.stdout = _stream(1, sys.stdout)
+    sys.stderr = _stream(2, sys.stderr)
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed()  # Python's own generator reseeds itself in a fork
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
 
 
 def _stream(number: int, before: Any) -> io.TextIOWrapper:
-    """Return a text stream as an interpreter makes it at its start."""
+    """Return a text stream like those that an interpreter opens at its start."""
     at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
-    raw = open(number, "wb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
+    buffering = 0 if at_once else -1
+    raw = open(number, "wb", buffering, closefd=False)  # noqa: SIM115
     by_line = os.isatty(number) or number == 2
     return io.TextIOWrapper(
         raw, before.encoding, before.errors, line_buffering=by_line, write_through=at_once

@@ -1,8 +1,8 @@
-"""A rank's page: its process, the place of its main thread, its request to stop and its early exit,
-in a mapped file.
+"""A rank's page: its process, what its main thread is doing, its stop request and its early exit,
+in a memory-mapped file.
 
-One value for the process, with the names of the profiler's regions. The file is readable while the
-process is stopped, keeps the GIL, or is dead. No torch before the first phase.
+There is one page per process. Phases have the names that the profiler shows. The file is readable
+even if the process is stopped, holds the GIL, or is dead. No torch before the first phase.
 """
 
 import faulthandler
@@ -21,8 +21,8 @@ from zlib import crc32
 from titanlite.runtime.rank_files import PAGE, STACK, own_file
 
 HALF_BYTES = 2048
-"""A page is two halves, written in turn: a process that is stopped or killed while it writes leaves
-one whole.
+"""A page has two halves, written in turn, so that a process stopped or killed during a write leaves
+one of them intact.
 """
 MOST_CHARACTERS = 150
 
@@ -34,7 +34,7 @@ class EarlyExit:
     code: int
     """STOPPED, or CUT_SHORT if steps are lost."""
     step: int
-    """The last complete step; 0 if no rank of this start has come to one."""
+    """The last complete step; 0 if no rank completed one since the start."""
     reason: str
     lost: int
     """Steps since the newest checkpoint."""
@@ -52,19 +52,19 @@ class Page:
     step: int = 0
     phase: str = "start"
     sequence: int = 0
-    """Phases entered so far: the same on ranks that did the same."""
+    """Number of phases entered so far; equal on ranks that have done the same."""
     since: float = field(default_factory=time.monotonic)
-    """The start of the phase, by the clock that all processes of a host share."""
+    """Start of the phase, by the clock that all processes of a host share."""
     completed: int = 0
     """The last complete step of this rank."""
     saved: int = 0
-    """The last step that is in a committed checkpoint, as this rank saw it."""
+    """The last step in a committed checkpoint, as far as this rank knows."""
     first_step: int = 0
     """The first step of this process, which compiles and connects; 0 before it."""
     pid: int = 0
-    """The process, once it answers SIGUSR2 with its stack."""
+    """The process id, once the process answers SIGUSR2 with its stack."""
     heartbeat: float = 0.0
-    """The last sign of life of a thread, by the same clock as `since`; 0 before the first."""
+    """The last sign of life, by the same clock as `since`; 0 before the first."""
     asked: str = ""
     """The reason of this rank's stop request."""
     ending: EarlyExit | None = None
@@ -74,8 +74,8 @@ _FIELDS = [each.name for each in fields(Page) if each.name != "ending"]
 
 
 class OwnPage(Page):
-    """This process's page. The main thread changes it; other threads only `saved`, `heartbeat`,
-    `asked`, `ending`.
+    """This process's page. Other threads than the main one change only `saved`, `heartbeat`,
+    `asked` and `ending`.
     """
 
     _file: mmap.mmap | None = None
@@ -83,12 +83,12 @@ class OwnPage(Page):
     _writes = 0
 
     def share(self, file: Path) -> None:
-        """Keep the page in a file too."""
+        """Write the page to a file as well."""
         file.write_bytes(b" " * (2 * HALF_BYTES))
         with file.open("r+b") as opened:
             self._file = mmap.mmap(opened.fileno(), 2 * HALF_BYTES)
         self.pid = os.getpid()
-        self.since = time.monotonic()  # a fork has the time of its launcher's imports
+        self.since = time.monotonic()  # a fork still has its launcher's value
         self._write()
 
     def enter(self, phase: str) -> None:
@@ -97,13 +97,13 @@ class OwnPage(Page):
         self.stand_in(phase)
 
     def stand_in(self, phase: str) -> None:
-        """Be in the phase, without counting it again."""
+        """Set the phase without counting it."""
         self.phase = phase
         self.since = time.monotonic()
         self._write()
 
     def beat(self, asked: str) -> None:
-        """Give a sign of life, and pass on a request to stop."""
+        """Show a sign of life, and pass on a stop request."""
         self.heartbeat = time.monotonic()
         self.asked = asked[:MOST_CHARACTERS]
         self._write()
@@ -131,17 +131,16 @@ OWN_PAGE = OwnPage()
 
 
 def share_own_page(environ: Mapping[str, str]) -> None:
-    """Show this worker's page to its launcher, which signals processes that have one for their
-    stacks.
-    """
-    page, stack = own_file(environ, PAGE), own_file(environ, STACK)
+    """Share this worker's page with its launcher, which may then signal it for its stack."""
+    page = own_file(environ, PAGE)
+    stack = own_file(environ, STACK)
     if page and stack:
         faulthandler.register(signal.SIGUSR2, stack.open("w"))
         OWN_PAGE.share(page)
 
 
 def read_page(file: Path) -> Page | None:
-    """Return a rank's page; None before it is written."""
+    """Return a rank's page; None if it is not written yet."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -149,7 +148,7 @@ def read_page(file: Path) -> Page | None:
     whole = []
     for start in (0, HALF_BYTES):
         half = content[start : start + HALF_BYTES].rstrip()
-        if half and b"%08x" % crc32(half[8:]) == half[:8]:  # else in the middle of a write
+        if half and b"%08x" % crc32(half[8:]) == half[:8]:  # otherwise it is being written
             whole.append(json.loads(half[8:]))
     if not whole:
         return None
@@ -158,7 +157,7 @@ def read_page(file: Path) -> Page | None:
 
 
 def read_pages(private: Path) -> dict[int, Page]:
-    """Return the pages of this node's workers by rank, as far as they have started."""
+    """Return the pages of this node's workers that have started, by rank."""
     pages = {int(file.stem): read_page(file) for file in private.glob(f"*.{PAGE}")}
     return {rank: page for rank, page in sorted(pages.items()) if page}
 
@@ -170,9 +169,7 @@ def early_exits(private: Path) -> list[EarlyExit]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name a part of a step, for the profiler too; an error leaves the name as it is, for its
-    report.
-    """
+    """Name a part of a step, also for the profiler; after an error the name stays."""
     from torch.profiler import record_function
 
     around = OWN_PAGE.phase

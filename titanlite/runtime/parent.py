@@ -1,4 +1,4 @@
-"""End a process after its parent has ended in any way, a kill included."""
+"""End a process once its parent has ended in any way, even if killed."""
 
 import os
 import threading
@@ -9,14 +9,15 @@ from titanlite.errors import print_notice
 
 
 def exit_with_parent(*_: object, pid: int = 0, notice: str = "") -> None:
-    """End this process soon after its parent `pid`; `notice` goes to stderr first.
+    """End this process soon after its parent `pid`, and print `notice` to stderr first.
 
-    Without a pid: after the process that started this multiprocessing worker, which is not its fork
+    Without a pid, the parent is the process that started this multiprocessing worker, not its fork
     server."""
 
     def watch() -> None:
-        if not pid and (parent := parent_process()):
-            parent.join()
+        starter = parent_process()
+        if not pid and starter:
+            starter.join()
         while os.getppid() == pid:
             time.sleep(0.5)
         if notice:

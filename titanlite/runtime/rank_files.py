@@ -1,5 +1,5 @@
-"""Between a launcher and its workers: variables, signals, and files in a folder of the launcher's.
-No torch.
+"""What a launcher and its workers share: variables, signals, and files in the launcher's folder. No
+torch.
 """
 
 import os
@@ -11,13 +11,11 @@ LAUNCHED = "TITANLITE_LAUNCHED"
 """Environment variable with the process id of the launcher that writes each rank's output to its
 log file.
 """
-RESOLVED_CONFIG, DEVICE = "TITANLITE_CONFIG", "TITANLITE_DEVICE"
-"""Environment variables with the path of the config that the launcher checked for its workers, and
-the device.
-"""
+RESOLVED_CONFIG = "TITANLITE_CONFIG"
+DEVICE = "TITANLITE_DEVICE"
+"""Environment variables with the path of the checked config for the workers, and the device."""
 ATTEMPT = "TITANLITE_ATTEMPT"
-"""Environment variable with the number of the attempt, from 1: every attempt has keys of its own in
-the store.
+"""Environment variable with the number of the attempt, from 1; each has its own keys in the store.
 """
 STARTED = "TITANLITE_STARTED"
 """Environment variable with the start time of the launcher, in seconds since 1970."""
@@ -25,17 +23,19 @@ STARTED = "TITANLITE_STARTED"
 STOP = "stop"
 """Name of the launcher's file with the reason why its ranks should stop."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of a stop request, to a launcher or to a rank."""
+"""Signals that request a stop from a launcher or a rank."""
 SAME_REQUEST_SECONDS = 1
-"""Signals within this time are one request: schedulers signal a launcher and its ranks, and some do
-so twice.
+"""Signals within this time are one request: schedulers signal both a launcher and its ranks, some
+of them twice.
 """
 
 FAILED_MARK = "titanlite: this rank failed"
-"""Line of a rank's log before its error; a launcher shows the one of the rank that failed first."""
+"""Line in a rank's log before its error; a launcher shows the error of the first failed rank."""
 RANKS = "ranks.json"
 """File next to the logs with the last beats of all ranks, for `titanlite top`."""
-ERROR, STACK, PAGE = "json", "stack", "page"
+ERROR = "json"
+STACK = "stack"
+PAGE = "page"
 """Kinds of files: the error that ended a rank, its stack (after SIGUSR2), and its page
 (runtime/page.py).
 """
@@ -47,10 +47,10 @@ def attempt_number(environ: Mapping[str, str]) -> str:
 
 
 def attempt_prefix(environ: Mapping[str, str]) -> str:
-    """Return the beginning of the store's keys that belong to this worker's attempt; nothing in a
-    store that ends with the attempt.
+    """Return the prefix of this attempt's keys in the store; empty if the store ends with the
+    attempt.
 
-    Each agent of torchrun counts only the restarts that its own ranks caused.
+    Each agent of torchrun counts only the restarts caused by its own ranks.
     """
     if not environ.get(ATTEMPT) and not outlives_attempts(environ):
         return ""
@@ -58,7 +58,7 @@ def attempt_prefix(environ: Mapping[str, str]) -> str:
 
 
 def outlives_attempts(environ: Mapping[str, str]) -> bool:
-    """Return whether the ranks' store is the one of their launchers or agents."""
+    """Return whether the ranks use the store of their launchers or agents."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -70,7 +70,7 @@ def launcher_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the folder of this worker's launcher; None if titanlite's launcher did not start
     it.
     """
-    if environ.get(LAUNCHED) != str(os.getppid()):  # which torchrun inherits inside a launched run
+    if environ.get(LAUNCHED) != str(os.getppid()):  # torchrun in a launched run inherits it
         return None
     return Path(environ[RESOLVED_CONFIG]).parent
 
@@ -78,4 +78,6 @@ def launcher_folder(environ: Mapping[str, str]) -> Path | None:
 def own_file(environ: Mapping[str, str], kind: str) -> Path | None:
     """Return a file of this worker; None without titanlite's launcher."""
     folder = launcher_folder(environ)
-    return rank_file(folder, int(environ["RANK"]), kind) if folder else None
+    if folder:
+        return rank_file(folder, int(environ["RANK"]), kind)
+    return None

@@ -145,7 +145,7 @@ def crc32(blocks: Iterable[bytes]) -> int:
 
 @contextmanager
 def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
-    """Write a file that is whole or not there: it gets its name when its bytes are on the disk."""
+    """Write a file that is complete or absent: it gets its name once its bytes are on disk."""
     draft = draft or path.with_name(f".{path.name}.new")
     with draft.open("wb") as file:
         yield file
@@ -154,14 +154,14 @@ def whole_file(path: Path, draft: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def share(path: Path) -> None:
-    """Give a file that a library made private the permissions of its folder, which follow the
+    """Give a file that a library created as private the permissions of its folder, which follow the
     umask.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's bytes, or the names in a folder, to the disk."""
+    """Sync a file's bytes, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -170,6 +170,6 @@ def sync(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a file or folder; a file of the new name is replaced."""
+    """Rename a file or folder; a file with the new name is replaced."""
     path.replace(target)
     sync(target.parent)

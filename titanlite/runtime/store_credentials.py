@@ -1,5 +1,5 @@
-"""Credentials of object stores, found in the environment before a store is made, so that nothing
-asks a metadata address, which may be silent for minutes, unless it is named.
+"""Credentials of object stores, found in the environment before a store is opened. A metadata
+address, which may not answer for minutes, is used only if the environment names it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from titanlite.runtime.store_errors import BucketError
 
 
 def options_of(url: str) -> dict[str, Any]:
-    """Return what obstore needs besides the environment; raise where credentials are missing."""
+    """Return the options that obstore needs besides the environment; raise if credentials are
+    missing.
+    """
     return {"s3": _s3_options, "gs": _gs_options, "az": _az_options}[url.partition(":")[0]](url)
 
 
 def _s3_options(url: str) -> dict[str, Any]:
     plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
     options: dict[str, Any] = {"unsigned_payload": not plain}  # TLS protects it, at no cost
-    if "AWS_CHECKSUM_ALGORITHM" not in os.environ:  # the store checks what arrives
+    if "AWS_CHECKSUM_ALGORITHM" not in os.environ:  # lets the store verify what arrives
         options["checksum_algorithm"] = "CRC64NVME"
     secret = _has("AWS_SECRET_ACCESS_KEY")
     if _has("AWS_ACCESS_KEY_ID") != secret:
         raise BucketError(f"{url}: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together")
-    # Only where the environment names it is a role's address asked: it may be silent for minutes.
+    # A role's address is used only if the environment names it; it may not answer for minutes.
     names = "WEB_IDENTITY_TOKEN_FILE CONTAINER_CREDENTIALS_RELATIVE_URI".split()
     is_role = _has(*[f"AWS_{name}" for name in names], "AWS_CONTAINER_CREDENTIALS_FULL_URI")
     if not secret and not is_role and os.environ.get("AWS_EC2_METADATA_DISABLED") != "false":
@@ -41,7 +43,7 @@ def _profile(url: str) -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         return Boto3CredentialProvider()
-    except Exception as error:  # boto3 is missing, or has none
+    except Exception as error:  # boto3 is missing, or has no credentials
         raise BucketError(
             f"{url}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             f"or AWS_PROFILE with boto3 ({error}); "

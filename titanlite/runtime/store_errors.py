@@ -1,4 +1,4 @@
-"""What a store refused or did not answer, as one line with its cause."""
+"""Requests that a store refused or did not answer, as one line with the cause."""
 
 import re
 
@@ -10,7 +10,7 @@ class BucketError(UserError):
 
 
 class Unreachable(BucketError):
-    """A request that a store did not answer, which is no mistake of the user."""
+    """A request that a store did not answer, which is not the user's fault."""
 
     code = FAILED
 
@@ -26,10 +26,10 @@ _CAUSES = {
     "ExpiredToken": "the credentials have expired",
     "redirect": "another region has the bucket: set AWS_REGION",
     "dns error": "the host is unknown",
-    "refused": "nobody listens there",
+    "refused": "nothing listens there",
     "Timeout": "no answer in time",
     "non-partial response": WHOLE,
-    "BadDigest": "the bytes were damaged on the way",
+    "BadDigest": "the bytes were corrupted in transit",
     "SlowDown": "the store is too busy",
     "429 Too Many": "the store is too busy",
 }
@@ -47,10 +47,16 @@ _NO_ANSWER = (
 def explain(url: str, error: Exception) -> BucketError:
     """Return an error of a client as one line with its cause."""
     text = f"{type(error).__name__} {error}"
-    if part := re.search(r"[?&]partNumber=(\d+)", text):
+    part = re.search(r"[?&]partNumber=(\d+)", text)
+    if part:
         url += f", part {part[1]}"
     code = text.partition("<Code>")[2].partition("</Code>")[0]
     causes = [why for mark, why in _CAUSES.items() if mark in text]
     causes.append(str(error).strip().partition("\n")[0].rpartition(" - ")[2])
-    kind = Unreachable if any(mark in text for mark in _NO_ANSWER) else BucketError
-    return kind(f"{url}: {causes[0]}" + f" ({code})" * bool(code))
+    kind = BucketError
+    if any(mark in text for mark in _NO_ANSWER):
+        kind = Unreachable
+    cause = causes[0]
+    if code:
+        cause += f" ({code})"
+    return kind(f"{url}: {cause}")

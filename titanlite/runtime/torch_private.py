@@ -1,8 +1,8 @@
 """Every private name of torch and torchao that titanlite uses, once each.
 
-Promises: no other file names one but verify/pool.py and, for the planner alone,
-planner/torch_private.py. Each entry has the versions it was tried on, and the public name to move
-to where one exists. Imports are late where they are slow, so that anything may import this file.
+No other file uses private names, except verify/pool.py and planner/torch_private.py. Each entry
+lists the versions it was tried on, and the public replacement if there is one. Slow imports are
+deferred, so that any file may import this one.
 """
 
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-# torch 2.11, 2.13 and 2.15. These operations have no public names; TorchTitan lists the same.
+# torch 2.11, 2.13 and 2.15. These operations have no public names; TorchTitan lists them too.
 ATTENTION_OPERATIONS = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -36,28 +36,30 @@ REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.defa
 def flash_from_last(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
 ) -> torch.Tensor:
-    """Attend causally from the last tokens by FlashAttention-2, in 16 bits, without a mask."""
-    # torch 2.11, on an H100: called by torch.nn.attention.bias.causal_lower_right, but its subclass
-    # of Tensor breaks compiled blocks and recomputation by operation. It takes fewer heads of keys
-    # and values as they are.
+    """Compute causal attention for the last tokens with FlashAttention-2, in 16 bits, without a
+    mask.
+    """
+    # torch 2.11, on an H100. torch.nn.attention.bias.causal_lower_right calls it, but its Tensor
+    # subclass breaks compiled blocks and recomputation by operation. Grouped keys and values need
+    # no expansion.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q, k, v, dropout, is_causal=True)[0]
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether torch attends by cuDNN here, as it does on Hopper, in 16 bits."""
-    # torch 2.11 and 2.14. The public can_use_cudnn_attention says only whether it can.
+    """Return whether torch chooses cuDNN's attention here, as it does on Hopper in 16 bits."""
+    # torch 2.11 and 2.14. The public can_use_cudnn_attention only tells whether it could.
     q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return torch._fused_sdp_choice(q, q, q, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
 
 
 Attended = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
-"""Values, logsumexp of the scores (batch, heads, tokens, 1), and what else a kernel keeps."""
+"""Values, logsumexp of the scores (batch, heads, tokens, 1), and what else the kernel saves."""
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Attended:
-    """Attend by cuDNN's kernel, or a CPU's."""
-    # torch 2.11, called by the public function on an H100, and 2.14. That does not return the
+    """Compute attention with cuDNN's kernel, or the CPU's."""
+    # torch 2.11 on an H100, and 2.14. The public function calls it, but does not return the
     # logsumexp.
     if q.is_cuda:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -85,22 +87,20 @@ def attention_gradients(
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by the factor, in one kernel."""
-    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does so too, but is slow on a list
-    # of DTensors.
+    """Multiply each tensor by a factor, in one kernel."""
+    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does the same, but is slow for
+    # DTensors.
     torch._foreach_mul_(tensors, factor)
 
 
 def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shape of the shard at a coordinate of the mesh, and where it begins in the full
-    tensor.
-    """
+    """Return the shape of the shard at a mesh coordinate, and its offset in the full tensor."""
     return _shard_at(
         tuple(tensor.shape), tensor.device_mesh.shape, tuple(coordinate), tensor.placements
     )
 
 
-@lru_cache(maxsize=1024)  # a third of a millisecond each, for thousands of tensors of few shapes
+@lru_cache(maxsize=1024)  # 0.3 ms each, for thousands of tensors with few different shapes
 def _shard_at(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any
 ) -> tuple[Sequence[int], Sequence[int]]:
@@ -111,7 +111,7 @@ def _shard_at(
 
 
 def shard_offset(tensor: "DTensor") -> tuple[int, ...]:
-    """Return where this rank's shard begins in the full tensor."""
+    """Return the offset of this rank's shard in the full tensor."""
     return tuple(shard_at(tensor, tensor.device_mesh.get_coordinate() or ())[1])
 
 
@@ -132,9 +132,9 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 class _Gloo(dist.ProcessGroupGloo):
-    """A gloo group with one thread, of the usual two, and, unless it connects late, with the
-    devices of all others: a device has a thread that polls a hundred times a second, also after
-    its group has ended.
+    """A gloo group with one thread instead of two. Unless groups connect lazily, all of them share
+    their devices: each device has a thread that polls a hundred times a second, even after its
+    group has ended.
     """
 
     devices: list[Any] = []
@@ -143,33 +143,34 @@ class _Gloo(dist.ProcessGroupGloo):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any
     ) -> None:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the names
-        # A device that connects late serves one group: two of a second group would wait forever.
+        # A lazily connecting device serves one group; ranks of a second one would wait forever.
         connects_late = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"
         devices = [] if connects_late else self.devices
         if not devices:
-            if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+            if interfaces:
                 names = interfaces.split(",")
                 devices += [gloo.create_device(interface=name) for name in names]
             else:
                 devices.append(gloo.create_default_device())
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = devices, 1, timeout
+        options._devices = devices
+        options._threads = 1
+        options._timeout = timeout
         super().__init__(store, rank, size, options)
 
 
 def give_gloo_groups_one_thread() -> None:
-    """Make each gloo group from now on with one thread, since two damage the heap."""
-    # torch 2.14: they assign the name of the last collective to one string without a lock, and that
-    # of DTensor's gathers lies on the heap. torch makes its groups by this
-    # name, without the options that a caller gives.
+    """Make gloo groups use one thread from now on, since two corrupt the heap."""
+    # torch 2.14: both assign the name of the last collective to one string without a lock; the name
+    # of DTensor's gathers is long enough to be on the heap. torch creates groups by this name, and
+    # ignores a caller's options.
     vars(dist.distributed_c10d)["ProcessGroupGloo"] = _Gloo
 
 
 def flight_record() -> bytes:
-    """Return NCCL's record of this process's last collectives, also while a thread waits for
-    one.
-    """
-    # torch 2.14, and 2.15, whose "nccl" is another implementation; 2.11 read only. No public name.
+    """Return NCCL's record of this process's last collectives, even during one."""
+    # torch 2.14, and 2.15, where "nccl" is another implementation; 2.11 only read. No public name.
     c10d: Any = torch._C._distributed_c10d
     try:
         return c10d._dump_fr_trace(True, True, False, backend="nccl2")
@@ -178,16 +179,16 @@ def flight_record() -> bytes:
 
 
 def nccl_implementation() -> str:
-    """Return which class of torch talks to NCCL: 2.15 has two."""
-    # torch 2.14; 2.15 read only. No public name.
+    """Return the name of torch's NCCL class; 2.15 has two."""
+    # torch 2.14; 2.15 only read. No public name.
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
     return type(backend).__name__
 
 
 @contextmanager
 def share_reshard_meshes() -> Iterator[None]:
-    """Let fully_shard make one mesh for reshard_after_forward = n: its own has two communicators
-    for each group.
+    """Make fully_shard create one mesh for reshard_after_forward = n, instead of one with two
+    communicators for each group.
     """
     # torch 2.14; 2.11 read only. No public name.
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
@@ -212,11 +213,9 @@ def share_reshard_meshes() -> Iterator[None]:
 
 
 def enable_async_tensor_parallel(group: dist.ProcessGroup) -> None:
-    """Let inductor split matrix products into pieces that overlap with the group's
-    communication.
-    """
-    # torch 2.11 and 2.13, read only (no GPU). No public name for the first. The second is
-    # deprecated in 2.13, where inductor still calls is_symm_mem_enabled_for_group before it fuses:
+    """Let inductor split matrix products to overlap them with the group's communication."""
+    # torch 2.11 and 2.13, only read (no GPU). The first has no public name. The second is
+    # deprecated in 2.13, where inductor still calls is_symm_mem_enabled_for_group before it fuses;
     # drop it once that is gone.
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -232,14 +231,13 @@ def set_activation_memory_budget(budget: float) -> None:
     from torch._functorch import config
 
     config.activation_memory_budget = budget
-    if hasattr(
-        config, "unsafe_treat_script_objects_as_zero_size"
-    ):  # a device mesh in a graph has no size
+    # A device mesh in a graph has no size.
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def round_between_fused_operations() -> None:
-    """Let inductor round between the operations that it fuses, as without compiling."""
+    """Make inductor round between the operations that it fuses, as uncompiled code does."""
     # torch 2.11 and 2.13, not yet run on a GPU; no public name.
     from torch._inductor import config
 
@@ -247,19 +245,20 @@ def round_between_fused_operations() -> None:
 
 
 def accumulate_gradients(part: "nn.Module") -> None:
-    """Add gradients of parameters that FSDP2 has gathered to those that it keeps in its type for
-    reductions.
+    """Add the gradients of gathered parameters to those that FSDP2 accumulates in its reduction
+    type.
     """
-    # torch 2.11, 2.13, 2.14 and 2.15; since 2.14 a module may have several groups of parameters.
-    # FSDP2 does so in hooks of the backward pass.
+    # torch 2.11, 2.13, 2.14 and 2.15; since 2.14 a module may have several parameter groups. FSDP2
+    # itself does this in hooks of the backward pass.
     from torch.distributed.fsdp import FSDPModule
 
     for module in part.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(
-                None, [state._fsdp_param_group]
-            ):
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if not groups:  # until 2.13
+                groups = filter(None, [state._fsdp_param_group])
+            for group in groups:
                 if hasattr(group, "_set_unsharded_grad_dtypes"):  # 2.15
                     group._set_unsharded_grad_dtypes(defer_upcast=False)
                     continue
@@ -270,40 +269,37 @@ def accumulate_gradients(part: "nn.Module") -> None:
 
 
 def begin_backward(module: "nn.Module") -> None:
-    """Run FSDP2's hook before a module's backward pass; a repeated forward pass then is not taken
-    for a new one.
+    """Run FSDP2's hook for the start of a module's backward pass, so that it does not mistake a
+    recomputed forward pass for a new one.
     """
-    # torch 2.11 and 2.14. FSDP2 calls this hook for gradients of the module's outputs.
+    # torch 2.11 and 2.14. FSDP2 calls this hook when the gradients of the module's outputs exist.
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state._pre_backward(torch.empty(0))
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward pass is part of a backward pass: a repetition, by activation
-    checkpointing.
-    """
-    # torch 2.11 and 2.14; activation checkpointing itself does so.
+    """Return whether this forward pass is a recomputation, inside a backward pass."""
+    # torch 2.11 and 2.14; activation checkpointing itself checks this.
     return torch._C._current_graph_task_id() != -1
 
 
 def keep_buffers_of_compiled_graphs() -> None:
-    """Let a backward pass run in two halves that both read the saved tensors of a compiled
-    graph.
-    """
-    # torch 2.11 and 2.14, read only (no GPU: FlexAttention's graph meets it). TorchTitan does so
-    # for DualPipeV.
+    """Let a backward pass run in two halves that both read a compiled graph's saved tensors."""
+    # torch 2.11 and 2.14, only read (it takes a GPU: FlexAttention's graph needs it). TorchTitan
+    # does this for DualPipeV.
     from torch._functorch import config
 
     config.donated_buffer = False
 
 
 def send_nothing_to_this_rank(stage: Any) -> None:
-    """Leave out of a pipeline's first sends, to all neighbors of a stage, those to this rank, which
-    gloo can't do.
+    """Drop sends to this rank itself, which gloo can't do, from a stage's first sends to all
+    neighbors.
     """
-    # torch 2.11, 2.13 and 2.14: needed by 2.11, where a rank is its own neighbor in the middle of a
-    # V. 2.15 has none.
-    if operations := getattr(stage, "_get_init_p2p_neighbors_ops", None):
+    # torch 2.11, 2.13 and 2.14. 2.11 needs it: a rank is its own neighbor in the middle of a V.
+    # 2.15 has no such sends.
+    operations = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if operations:
         to_others = lambda: [each for each in operations() if each.peer != dist.get_rank()]  # noqa: E731
         stage._get_init_p2p_neighbors_ops = to_others
 
@@ -318,16 +314,15 @@ def default_all_gather() -> type:
 
 
 def gather_float8_as_bytes() -> None:
-    """Let DTensor gather torchao's float8 tensors as bytes in this process, for backends without
-    the type.
-    """
-    # torchao 0.18. Nothing else reaches a collective inside DTensor's redistribution.
+    """Make DTensor gather torchao's float8 tensors as bytes, for backends without that type."""
+    # torchao 0.18. There is no other way to change a collective inside DTensor's redistribution.
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
     def all_gather(
         operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        shard, options = args[0], kwargs or {}
+        shard = args[0]
+        options = kwargs or {}
         data = shard._data.contiguous()
         gathered = torch.ops._c10d_functional.wait_tensor(
             operation(data.view(torch.uint8), *args[1:], **options)
@@ -339,25 +334,30 @@ def gather_float8_as_bytes() -> None:
 
 
 def unwrap_float8_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside torchao's class for weights that are gathered in float8; any other
-    as it is.
+    """Return the tensor inside torchao's class for weights gathered in float8, or any other tensor
+    unchanged.
     """
     # torchao 0.18; no public way.
-    return weight._tensor if type(weight).__module__ == "torchao.float8.fsdp_utils" else weight  # type: ignore
+    if type(weight).__module__ == "torchao.float8.fsdp_utils":
+        return weight._tensor  # type: ignore
+    return weight
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process; nothing is imported for it."""
+    """Return how many graphs torch.compile has made in this process, without importing anything."""
     # torch 2.11, 2.13 and 2.15. torch.compiler has no counter.
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    if dynamo:
+        return dynamo.counters["stats"]["unique_graphs"]
+    return 0
 
 
 def record_memory_history(enable: bool) -> None:
     """Keep the GPU allocator's last 100,000 events, or stop doing so."""
-    # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation names this function and the
+    # torch 2.11 and 2.13, not yet run on a GPU. PyTorch's documentation uses this function and the
     # next.
-    torch.cuda.memory._record_memory_history("all" if enable else None, max_entries=100_000)
+    kept = "all" if enable else None
+    torch.cuda.memory._record_memory_history(kept, max_entries=100_000)
 
 
 def dump_memory_snapshot(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Divide a traced step's time by kind of work, from a rank's chrome trace; the kinds add up to the
+"""Divide a traced step's time by kind of work, from a rank's Chrome trace; the kinds add up to the
 step.
 
-On a GPU the device's timeline is divided: computation, communication while nothing is computed, and
-gaps while the device is idle. On a CPU the main thread's is: each operation's own time without that
-of the operations it calls. gloo records no wait: what a rank waits for is in the gaps."""
+On a GPU the device's timeline is divided into computation, communication while nothing is computed,
+and gaps while the device is idle. On a CPU it is the main thread's timeline: each operation's own
+time, without that of the operations it calls. gloo records no waits, which are part of the gaps."""
 
 import json
 import math
@@ -15,9 +15,15 @@ from typing import Any
 
 from titanlite.errors import RunFailed
 
-MATMUL, ATTENTION, OTHER = "matrix multiplication", "attention", "other computation"
-SHARDING, OPTIMIZER, NORM = "copies for sharding", "optimizer", "gradient norm"
-COMMUNICATION, DATA, HOST = "exposed communication", "waiting for data", "host gaps"
+MATMUL = "matrix multiplication"
+ATTENTION = "attention"
+OTHER = "other computation"
+SHARDING = "copies for sharding"
+OPTIMIZER = "optimizer"
+NORM = "gradient norm"
+COMMUNICATION = "exposed communication"
+DATA = "waiting for data"
+HOST = "host gaps"
 KINDS = (MATMUL, ATTENTION, OTHER, SHARDING, NORM, OPTIMIZER, COMMUNICATION, DATA, HOST)
 
 _PHASES = {"data": DATA, "gradient norm": NORM, "optimizer": OPTIMIZER}
@@ -28,17 +34,14 @@ _ON_DEVICE = {
     r"optimizer|Optimizer\..*": OPTIMIZER,
     "FSDP::.*": SHARDING,
 }
-"""The same for kernels: the profiler gives each to the innermost name around its launch alone."""
+"""The same for kernels, which the profiler attributes only to the innermost name around the launch.
+"""
+_PRODUCTS = "mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm"
 _OPERATIONS = (
     (re.compile(r"c10d::|_c10d_functional::|nccl"), COMMUNICATION),
     (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
     (re.compile(r"flash|fmha|sdpa|cudnn::fusion|attention", re.IGNORECASE), ATTENTION),
-    (
-        re.compile(
-            r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|nvjet|cutlass|xmma|_mm_"
-        ),
-        MATMUL,
-    ),
+    (re.compile(rf"aten::({_PRODUCTS})$|gemm|nvjet|cutlass|xmma|_mm_"), MATMUL),
     (re.compile(r"aten::|triton|torch-compiled region", re.IGNORECASE), OTHER),
 )
 
@@ -53,31 +56,32 @@ class Breakdown:
 
     step: float
     kinds: dict[str, float]
-    """By KINDS; they add up to the step."""
+    """Seconds of each of KINDS; they add up to the step."""
     hidden: float
-    """Communication during which something is computed (on a GPU only)."""
+    """Communication that overlaps with computation (only on a GPU)."""
 
 
 def read(path: Path) -> Breakdown:
     """Return the mean step of a rank's trace."""
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [
-        _span(event)
-        for event in _named(events, r"ProfilerStep#\d+")
-        if event["cat"] == "user_annotation"
-    ]
-    kernels = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if not steps or (trace.get("deviceProperties") and not kernels):
-        raise RunFailed(
-            f"{path} has no "
-            f"{'kernels of the GPU: may this process use CUPTI?' if steps else 'steps'}"
-        )
-    kinds, hidden = (
-        _divide_device(events, kernels, steps)
-        if kernels
-        else (_divide_main_thread(events, steps), 0.0)
-    )
+    steps = []
+    for event in _named(events, r"ProfilerStep#\d+"):
+        if event["cat"] == "user_annotation":
+            steps.append(_span(event))
+    kernels = []
+    for event in events:
+        if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(event)
+    if not steps:
+        raise RunFailed(f"{path} has no steps")
+    if trace.get("deviceProperties") and not kernels:
+        raise RunFailed(f"{path} has no kernels of the GPU: may this process use CUPTI?")
+    if kernels:
+        kinds, hidden = _divide_device(events, kernels, steps)
+    else:
+        kinds = _divide_main_thread(events, steps)
+        hidden = 0.0
     total = sum(end - start for start, end in steps)
     kinds[HOST] = total - sum(kinds[kind] for kind in KINDS if kind != HOST)
     scale = 1e6 * len(steps)
@@ -93,7 +97,7 @@ def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, floa
         if event["tid"] == thread and is_call and _inside(event, steps):
             calls.append(event)
     kinds = dict.fromkeys(KINDS, 0.0)
-    # The calls that have not returned: end and kind.
+    # The calls that have not returned, by end and kind.
     callers: list[tuple[float, str]] = [(math.inf, HOST)]
     for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
         start, end = _span(event)
@@ -111,30 +115,25 @@ def _divide_device(
     events: Events, kernels: Events, steps: Sequence[Span]
 ) -> tuple[dict[str, float], float]:
     """Return the device's time by the kind of its kernels, and the time of hidden communication."""
-    phases = {
-        kind: [
-            _span(event) for event in _named(events, names) if event["cat"] == "gpu_user_annotation"
-        ]
-        for names, kind in _ON_DEVICE.items()
-    }
+    phases = dict[str, list[Span]]()
+    for names, kind in _ON_DEVICE.items():
+        phases[kind] = []
+        for event in _named(events, names):
+            if event["cat"] == "gpu_user_annotation":
+                phases[kind].append(_span(event))
     spans: dict[str, list[Span]] = {kind: [] for kind in KINDS}
     for kernel in kernels:
         if _inside(kernel, steps):
-            phase = next(
-                (kind for kind, phase_spans in phases.items() if _inside(kernel, phase_spans)),
-                OTHER,
-            )
-            spans[_kind(kernel["name"], phase)].append(_span(kernel))
+            around = (kind for kind, within in phases.items() if _inside(kernel, within))
+            spans[_kind(kernel["name"], next(around, OTHER))].append(_span(kernel))
     communication = spans.pop(COMMUNICATION)
-    waits = [
-        _span(e)
-        for e in _named(events, "data")
-        if e["cat"] == "user_annotation" and _inside(e, steps)
-    ]
+    waits = []
+    for event in _named(events, "data"):
+        if event["cat"] == "user_annotation" and _inside(event, steps):
+            waits.append(_span(event))
     kinds = dict.fromkeys(KINDS, 0.0)
     busy: list[Span] = []
-    # Time that is covered twice counts once, for the first of: computation, communication, waiting
-    # for data.
+    # Overlapping time counts once, for the first of: computation, communication, waiting for data.
     for kind, kind_spans in [*spans.items(), (COMMUNICATION, communication), (DATA, waits)]:
         kinds[kind] += _length([*busy, *kind_spans]) - _length(busy)
         busy += kind_spans
@@ -142,18 +141,20 @@ def _divide_device(
 
 
 def _kind(name: str, caller: str) -> str:
-    """Return the kind of an operation: communication anywhere, else the phase it is in, else the
-    operation's own.
+    """Return the kind of an operation: communication anywhere, otherwise the phase it is in,
+    otherwise its own kind.
     """
-    kind = _PHASES.get(name) or next(
-        (kind for pattern, kind in _OPERATIONS if pattern.search(name)), caller
-    )
+    kind = _PHASES.get(name, "")
+    if not kind:
+        matching = (kind for pattern, kind in _OPERATIONS if pattern.search(name))
+        kind = next(matching, caller)
     if COMMUNICATION in (kind, caller):
         return COMMUNICATION
     if caller in _PHASES.values():
         return caller
-    # A copy inside attention is attention.
-    return caller if kind == OTHER and caller != HOST else kind
+    if kind == OTHER and caller != HOST:  # a copy inside attention is attention
+        return caller
+    return kind
 
 
 def _named(events: Events, pattern: str) -> Events:
@@ -170,7 +171,8 @@ def _inside(event: dict[str, Any], spans: Sequence[Span]) -> bool:
 
 def _length(spans: Iterable[Span]) -> float:
     """Return the length of the union of spans."""
-    total, reached = 0.0, -math.inf
+    total = 0.0
+    reached = -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

@@ -1,8 +1,8 @@
-"""`titanlite checkpoint …`: inspect checkpoints of any mesh, export and import them, without
-process groups.
+"""`titanlite checkpoint …`: inspect, export and import checkpoints of any mesh, without process
+groups.
 
-Code in a folder never runs: it is JSON, TOML, and tensors read as tensors. A package that its
-config names is imported only if the command line names it too."""
+No code from a folder ever runs: it has JSON, TOML and tensors. A package that its config names is
+imported only if the command line names it too."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 
 from titanlite.checkpoint.manifest import (
     CONFIG,
@@ -69,9 +70,9 @@ def _ls(arguments: Namespace) -> int:
             weights = ", weights" if manifest.weights_only else ""
             size = format_bytes(manifest.size) + weights
             mesh, _ = _environment(folder)
-        state = (
-            f"damaged: {problems[0]}" if problems else "verified" if arguments.full else "complete"
-        )
+        state = "verified" if arguments.full else "complete"
+        if problems:
+            state = f"damaged: {problems[0]}"
         state += _describe_base(manifest)
         if (folder / MANIFEST).exists():
             age = _age(time.time() - (folder / MANIFEST).stat().st_mtime)
@@ -81,7 +82,7 @@ def _ls(arguments: Namespace) -> int:
 
 
 def _age(seconds: float) -> str:
-    """Return a time in the past in its largest unit, such as 18 min ago."""
+    """Return an age in its largest unit, such as 18 min ago."""
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
@@ -90,16 +91,19 @@ def _age(seconds: float) -> str:
 
 def _verify(arguments: Namespace) -> int:
     damaged = False
-    for folder in (folder for path in arguments.folder for folder in find_checkpoints(path)):
-        manifest, problems = _check(folder, full=True)
-        damaged |= bool(problems)
-        base = _describe_base(manifest)
-        print(f"{folder}: " + (f"damaged{some_of(problems)}" if problems else f"verified{base}"))
+    for path in arguments.folder:
+        for folder in find_checkpoints(path):
+            manifest, problems = _check(folder, full=True)
+            state = f"verified{_describe_base(manifest)}"
+            if problems:
+                damaged = True
+                state = f"damaged{some_of(problems)}"
+            print(f"{folder}: {state}")
     return int(damaged)
 
 
 def _describe_base(manifest: Manifest | None) -> str:
-    """Return where the weights are that adapters belong to, and whether they are there."""
+    """Return where the weights that adapters belong to are, and whether they exist."""
     if not manifest or not manifest.base:
         return ""
     folder = place(manifest.base.folder)
@@ -120,12 +124,18 @@ def _check(folder: Place, full: bool) -> tuple[Manifest | None, list[str]]:
 
 def _show(arguments: Namespace) -> int:
     folder = find_checkpoint(arguments.folder)
-    manifest, (mesh, versions) = whole_manifest(folder), _environment(folder)
-    position = read_state(folder)["position"]
-    position = {
-        name: f"{value:,}" if name in _COUNTS else value for name, value in position.items()
-    }
-    model = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
+    manifest = whole_manifest(folder)
+    mesh, versions = _environment(folder)
+    position = list[str]()
+    for name, value in read_state(folder)["position"].items():
+        if name in _COUNTS:
+            position.append(f"{name} {value:,}")
+        else:
+            position.append(f"{name} {value}")
+    model = {}
+    for name, tensor in manifest.tensors.items():
+        if name.startswith("model."):
+            model[name] = tensor
     optimizer = manifest.tensors.keys() - model.keys()
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in optimizer}))
     print(
@@ -133,7 +143,7 @@ def _show(arguments: Namespace) -> int:
         f"in {len(manifest.files)} files"
     )
     rows = [
-        ("data", ", ".join(f"{name} {value}" for name, value in position.items())),
+        ("data", ", ".join(position)),
         ("mesh", mesh),
         ("versions", versions),
         ("optimizer", f"{kinds} in {len(optimizer)} tensors" if optimizer else "weights only"),
@@ -142,10 +152,9 @@ def _show(arguments: Namespace) -> int:
         rows.append(("base", f"{manifest.base.folder}, fingerprint {manifest.base.fingerprint}"))
     _print_table((), rows)
     print()
-    rows = [
-        (name, tensor.dtype, str([*tensor.shape]), tensor.placement)
-        for name, tensor in model.items()
-    ]
+    rows = []
+    for name, tensor in model.items():
+        rows.append((name, tensor.dtype, str([*tensor.shape]), tensor.placement))
     _print_table(("tensor", "type", "shape", "placement"), rows)
     print("\n" + printable(read_document(folder, CONFIG).decode()), end="")
     return 0
@@ -154,7 +163,7 @@ def _show(arguments: Namespace) -> int:
 def _diff(arguments: Namespace) -> int:
     sides = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
     manifests = [*map(read_manifest, sides)]
-    names = sorted({name for manifest in manifests for name in manifest.tensors})
+    names = sorted({*chain(*(manifest.tensors for manifest in manifests))})
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(brought(side))
@@ -199,20 +208,21 @@ def _environment(folder: Place) -> tuple[str, str]:
         environment = json.loads(read_document(folder, ENVIRONMENT))
     except (OSError, ValueError, CorruptCheckpoint):
         environment = {}
-    mesh = ", ".join(
-        f"{name} {degree}" for name, degree in environment.get("mesh", {}).items() if degree > 1
-    )
-    return mesh or "1 rank", ", ".join(
-        f"{name} {version}" for name, version in environment.get("versions", {}).items()
-    )
+    mesh = []
+    for name, degree in environment.get("mesh", {}).items():
+        if degree > 1:
+            mesh.append(f"{name} {degree}")
+    versions = [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
+    return ", ".join(mesh) or "1 rank", ", ".join(versions)
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, on a terminal with damaged checkpoints in red."""
-    for line in format_table(
-        [[printable(cell) for cell in row] for row in rows], header
-    ).splitlines():
-        print(f"\033[31m{line}\033[0m" if "damaged: " in line and sys.stdout.isatty() else line)
+    table = format_table([[*map(printable, row)] for row in rows], header)
+    for line in table.splitlines():
+        if "damaged: " in line and sys.stdout.isatty():
+            line = f"\033[31m{line}\033[0m"
+        print(line)
 
 
 _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {

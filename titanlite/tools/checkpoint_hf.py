@@ -129,7 +129,7 @@ def _refuse_existing(out: LocalPath) -> None:
 def _counted(
     read: Callable[[str], torch.Tensor], total: int, show: Progress
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a tensor, and shows how many are read."""
+    """Return a function that reads a tensor, and shows how many have been read."""
     fetched = set[str]()
 
     def fetch(name: str) -> torch.Tensor:
@@ -157,8 +157,8 @@ def _model(folder: Place, config: JobConfig, package: str) -> tuple[ModelSpec, A
 
 
 def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is
-    not here.
+    """Return the tokenizer in the folder of --tokenizer, or the run's own; None, with a notice, if
+    the latter is not found.
     """
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 

@@ -33,7 +33,9 @@ def export_dcp(
     read: Read,
     for_torchtitan: bool,
 ) -> None:
-    """Write a checkpoint as torch's DCP does, for TorchTitan with all that its trainer resumes."""
+    """Write a checkpoint in the format of torch's DCP; for TorchTitan, with all that its trainer
+    needs to resume.
+    """
     from titanlite.checkpoint.commit import staging_folder
     from titanlite.checkpoint.torchtitan.write import write
 
@@ -55,7 +57,7 @@ def export_dcp(
 def _extras(
     folder: Place, config: JobConfig, state: dict[str, Any], names: Names
 ) -> dict[str, dict[str, Any]]:
-    """Return what TorchTitan's trainer resumes beside tensors."""
+    """Return what TorchTitan's trainer needs to resume besides tensors."""
     import torch
     from torch.optim.lr_scheduler import LambdaLR
 

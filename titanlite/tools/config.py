@@ -46,8 +46,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Print the resolved config, or the part that an option selects."""
-    if arguments.schema or arguments.markdown:
-        print(json_schema() if arguments.schema else markdown(), end="")
+    if arguments.schema:
+        print(json_schema(), end="")
+        return 0
+    if arguments.markdown:
+        print(markdown(), end="")
         return 0
     loaded = load(parse_command_line(overrides, os.environ))
     job = job_from(loaded, world=arguments.world, training=False)
@@ -73,7 +76,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _pipeline(job: Job) -> str:
-    """Describe the stages of a job, and their order."""
+    """Describe the stages of a job, and their schedule."""
     if job.layout.pp == 1:
         raise UserError(
             "--pipeline shows stages, and parallelism.pipeline_parallel_degree is 1; raise it"

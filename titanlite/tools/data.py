@@ -91,7 +91,7 @@ def _prepare(arguments: Namespace) -> int:
 
 
 def _require_apart(sources: dict[str, Documents]) -> None:
-    """Raise a UserError if two sources have a file in common: its text would count twice."""
+    """Raise a UserError if two sources share a file, whose text would count twice."""
     seen: dict[str, str] = {}
     for source, documents in sources.items():
         for name in documents.names:
@@ -101,7 +101,7 @@ def _require_apart(sources: dict[str, Documents]) -> None:
 
 
 def counts_line(manifest: dict[str, Any]) -> str:
-    """Return the numbers of tokens, documents and shards of a manifest."""
+    """Return a manifest's numbers of tokens, documents and shards."""
     numbers = {name: manifest[name] for name in ("tokens", "documents")} | {
         "shards": len(manifest["shards"])
     }
@@ -144,11 +144,11 @@ def _show(arguments: Namespace) -> int:
 
 
 _LARGEST = 1 << 16
-"""Ids of a file that comes without a tokenizer."""
+"""The vocabulary assumed for a file without a tokenizer."""
 
 
 def _options(place: str) -> list[str]:
-    """Return the options of a config for a data set's file, folder or URL."""
+    """Return the config options for a data set's file, folder or URL."""
     kind, masked = "text", ["--training.document_mask"]
     path = Path(place)
     files = list(path.iterdir()) if path.is_dir() else [path]
@@ -182,9 +182,9 @@ def _describe(manifest: dict[str, Any]) -> None:
 
 
 def _documents(window: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the ids of each document in a window, and which are trained.
+    """Return the ids of each document in a window, and which of them are trained.
 
-    The last label is no input of this window, and is shown too.
+    The last label, which is not an input of this window, is included.
     """
     tokens, labels, *masks = window
     number = masks[0] if masks else np.zeros_like(tokens)
@@ -199,7 +199,7 @@ def _documents(window: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _marked(ids: np.ndarray, trained: np.ndarray, write: Callable[[list[int]], str]) -> str:
-    """Return what `write` makes of the tokens, with what is trained in color or in brackets."""
+    """Return the tokens as text, by `write`, with trained ones in color or in brackets."""
     pairs = zip(trained.tolist(), ids.tolist(), strict=True)
     runs = [(shown, write([i for _, i in run])) for shown, run in groupby(pairs, lambda p: p[0])]
     return "".join(_mark(text) if shown else text for shown, text in runs)

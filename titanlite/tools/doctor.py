@@ -1,7 +1,7 @@
-"""`titanlite doctor`: the preflight of a run by itself, for a bug report; and the verdict on flight
-recorder dumps.
+"""`titanlite doctor`: the preflight of a run on its own, for a bug report, and the analysis of
+flight recorder dumps.
 
-The module is also what the workers run.
+The workers run this module too.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             return 128 + signaled.number
         for stacks in folder.glob("logs/hang-*.txt"):
             print(stacks.read_text(encoding="utf-8"))
-    assert verdict.code is not None  # it is not tried again
+    assert verdict.code is not None  # there are no restarts
     return verdict.code
 
 
 def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
-    """Be a worker: print on rank 0 a table of the ranks and the times of their network."""
+    """Run as a worker: on rank 0, print a table of the ranks and the times of their network."""
     import torch
 
     from titanlite.fault.beat import Heart
@@ -151,7 +151,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
 
 
 def pressure() -> str:
-    """Return what slows or stops ranks: the machine's load, its shared memory, its open files."""
+    """Return what may slow or stop ranks: load, shared memory, and the limit of open files."""
     parts = [f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} CPUs"]
     if os.path.isdir("/dev/shm"):
         parts.append(f"{format_bytes(shutil.disk_usage('/dev/shm').free)} free in /dev/shm")
@@ -160,32 +160,35 @@ def pressure() -> str:
 
 
 def facts_table(facts: Sequence[RankFacts]) -> str:
-    """Return a line for each host, or more where its ranks have different things."""
+    """Return a line for each host, or several if its ranks differ."""
     from titanlite.train.rank_facts import by, named
 
     header = "ranks host device software Python revision config machine disk clock".split()
     rows = []
-    for group in by(
-        lambda own: (own.host, own.gpu, own.device, own.software, own.python, own.config), facts
-    ).values():
-        first, free = group[0], format_bytes(min(own.free_bytes for own in group)) + " free"
+
+    def kind(own: RankFacts) -> tuple[str, ...]:
+        return own.host, own.gpu, own.device, own.software, own.python, own.config
+
+    for group in by(kind, facts).values():
+        first = group[0]
+        free = format_bytes(min(own.free_bytes for own in group)) + " free"
         revision = first.revision[:10] + first.revision[40:]
         clock = min(own.clock for own in group) - facts[0].clock
-        ranks, device = named(group).split()[1:-2], first.gpu or first.device
+        ranks = named(group).split()[1:-2]
+        device = first.gpu or first.device
         what = device, first.software, first.python, revision, first.config_hash, first.machine
         rows.append((" ".join(ranks), first.host, *what, free, f"{clock:+.1f} s"))
     return format_table(rows, header)
 
 
 def shown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that matter to a run, without those that may be secrets, nor passwords
-    in addresses.
+    """Return the variables that matter to a run, without possible secrets and without passwords in
+    addresses.
     """
-    names = [
-        name
-        for name in sorted(environ)
-        if re.fullmatch(_SHOWN, name) and not re.search(_SECRET, name)
-    ]
+    names = []
+    for name in sorted(environ):
+        if re.fullmatch(_SHOWN, name) and not re.search(_SECRET, name):
+            names.append(name)
     return [f"{name}={re.sub('//[^/@]+@', '//…@', environ[name])}" for name in names]
 
 
@@ -193,15 +196,14 @@ def _read_traces(folder: Path) -> int:
     """Print torch's analysis of a folder of dumps."""
     dumps = [path.name for path in folder.glob(f"{_DUMP}*")]
     if not dumps:
-        expected = (
-            f"files {_DUMP}0, {_DUMP}1, …, which NCCL writes into "
-            "comm.save_traces_folder of the dump folder"
-        )
-        why = "no such folder" if not folder.is_dir() else "no dumps there"
+        why = "no dumps there"
+        if not folder.is_dir():
+            why = "no such folder"
         raise UserError(
-            f"--traces {folder}: {why}; expected are {expected} when a collective times out"
+            f"--traces {folder}: {why}; expected are files {_DUMP}0, {_DUMP}1, …, which NCCL "
+            "writes to comm.save_traces_folder of the dump folder when a collective times out"
         )
-    with redirect_stderr(sys.stdout):  # its logger writes there
+    with redirect_stderr(sys.stdout):  # torch's logger would write to stderr
         from torch.distributed.flight_recorder import fr_trace
     options = [str(folder), "--prefix", _DUMP]
     try:
@@ -215,7 +217,7 @@ def _read_traces(folder: Path) -> int:
                 "or could not write"
             )
             fr_trace.main([*options, "--allow-incomplete-ranks"])
-    except Exception as error:  # of whatever kind: the files are not torch's, or of another version
+    except Exception as error:  # the files are not torch's, or of another version
         raise RunFailed(
             f"--traces {folder}: torch cannot read {', '.join(dumps)}: {error!r}"
         ) from None

@@ -1,4 +1,4 @@
-"""`titanlite evaluate`: the loss of a checkpoint of any mesh, in one process without process
+"""`titanlite evaluate`: the loss of a checkpoint from any mesh, in one process without process
 groups.
 """
 
@@ -46,21 +46,26 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.train.forward import WholeModel
     from titanlite.train.validate import validation_loss
 
-    device, tokenizer = pick_device(job.config.job.device, 0), open_tokenizer(job)
+    device = pick_device(job.config.job.device, 0)
+    tokenizer = open_tokenizer(job)
     data = validation_data(job, tokenizer)
     model = load_model(job, folder, device)  # verifies the folder
     everything = RankSlice(0, 1, settings.local_batch_size)
     steps = None if settings.steps == -1 else settings.steps
     batches: Any = build_loader(data, everything, 0, steps, job.config.training.dataloader)
-    if data.samples is not None:  # of a stream the length is not known
+    if data.samples is not None:  # a stream's length is unknown
         batches = track(batches, batches.batch_sampler.steps, "batches")
     loader: Any = Counted(batches, tokenizer)
     print_notice(f"{folder} on {settings.dataset} {settings.dataset_path}".rstrip())
     runner = WholeModel(model, TokenShare(device))
     loss = validation_loss(runner, loader, job.config.training.loss_chunks)
     assert loss is not None
-    bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}" if loader.bytes else "n/a"
-    size = f"{loader.bytes:,}" if tokenizer else "n/a: the token shards have no tokenizer"
+    bits = "n/a"
+    if loader.bytes:
+        bits = f"{loss * loader.tokens / math.log(2) / loader.bytes:.5f}"
+    size = "n/a: the token shards have no tokenizer"
+    if tokenizer:
+        size = f"{loader.bytes:,}"
     windows = f"{loader.windows:,} of {job.validation_seq_len:,} tokens"
     asked = settings.steps * settings.local_batch_size
     if arguments.steps and (data.samples or loader.windows) < asked:
@@ -72,7 +77,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _own_data(arguments: Namespace) -> list[str]:
     """Return the overrides of the options that name other data."""
-    steps = [f"--validation.steps={arguments.steps}"] if arguments.steps else []
+    steps = []
+    if arguments.steps:
+        steps = [f"--validation.steps={arguments.steps}"]
     if arguments.dataset is None:
         if arguments.dataset_path is not None:
             raise UserError(
@@ -94,7 +101,8 @@ class Counted:
     """A loader that counts its windows, their predicted tokens and the bytes of their text."""
 
     def __init__(self, loader: Any, tokenizer: Tokenizer | None) -> None:
-        self._loader, self._tokenizer = loader, tokenizer
+        self._loader = loader
+        self._tokenizer = tokenizer
         self.windows = self.tokens = self.bytes = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,14 +116,10 @@ class Counted:
             yield batch
 
     def _count_bytes(self, tokens: list[int]) -> int:
-        """Count the bytes of the text of tokens: an end of document has none, though its bits
-        count.
-        """
+        """Count the bytes of the tokens' text; end tokens have none, although their bits count."""
         if self._tokenizer is None:
             return 0
         text = [token for token in tokens if token != self._tokenizer.end]
-        return (
-            len(text)
-            if isinstance(self._tokenizer, ByteTokenizer)
-            else len(self._tokenizer.decode(text).encode())
-        )
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return len(text)
+        return len(self._tokenizer.decode(text).encode())

@@ -16,7 +16,7 @@ from titanlite.errors import UserError, print_notice
 from titanlite.tools.load import add_checkpoint, load_model, named_model, saved_job
 
 SMALL = 10_000_000
-"""Parameters of a model below which more threads wait longer than they compute."""
+"""Parameters of a model below which several threads would wait longer than they compute."""
 _KEYS = {
     "prompt": "generate.prompt",
     "tokens": "generate.tokens",
@@ -38,9 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--tokens N": "tokens to generate (default: the run's generate.tokens)",
         "--temperature T": "of sampling; 0 = greedy (default: the run's generate.temperature)",
         "--samples N": (samples, positive_int, 1),
-        "--top-k K": ("draw from the K likeliest tokens only (default: from all)", int),
+        "--top-k K": ("draw only from the K most likely tokens (default: from all)", int),
         "--top-p P": (nucleus, float, 1.0),
-        "--seed N": "another one gives another text (default: the run's seed)",
+        "--seed N": "each seed gives a different text (default: the run's seed)",
     }
     declare(parser, options)
     add_checkpoint(parser)
@@ -48,7 +48,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
     """Load the model and print what it generates, as it comes."""
-    top_k, top_p, count = arguments.top_k, arguments.top_p, arguments.samples
+    top_k = arguments.top_k
+    top_p = arguments.top_p
+    count = arguments.samples
     if top_k is not None and top_k < 1:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
     if not 0 < top_p <= 1:
@@ -67,7 +69,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     from titanlite.train.forward import WholeModel
     from titanlite.train.generate import generate
 
-    device, settings = pick_device(job.config.job.device, 0), job.config.generate
+    device = pick_device(job.config.job.device, 0)
+    settings = job.config.generate
     if arguments.chat:
         from titanlite.data.chat import ChatTokenizer
 
@@ -79,13 +82,16 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     model = load_model(job, folder, device)  # verifies the folder
     _limit_threads(model)
     runner = WholeModel(model, TokenShare(device))
-    given, saved = job.config.debug.seed, read_state(folder)["position"]["seed"]
+    given = job.config.debug.seed
+    saved = read_state(folder)["position"]["seed"]
     first_seed = saved if given is None else given
     print_notice(f"{folder}, temperature {settings.temperature:g}, seed {first_seed}")
     narrow = narrowing(settings.temperature, top_k, top_p)
     for number, seed in enumerate(range(first_seed, first_seed + count), start=1):
+        if number > 1:
+            print()
         if count > 1:
-            print("\n" * (number > 1) + f"----- sample {number} of {count}, seed {seed} -----")
+            print(f"----- sample {number} of {count}, seed {seed} -----")
         show = Show(tokenizer)
         text = generate(runner, tokenizer, settings, job.positions, seed, narrow, show)
         print(text[show.shown :])
@@ -93,7 +99,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _limit_threads(model: Any) -> None:
-    """Compute a small model in one thread: of a token there is too little to share."""
+    """Compute a small model in one thread, since one token is too little work to share."""
     import torch
 
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -102,8 +108,8 @@ def _limit_threads(model: Any) -> None:
 
 
 class Show:
-    """Prints a text as its tokens come, without an end that the next token may change, such as half
-    a character.
+    """Prints a text as its tokens arrive, except an end that the next token may change, such as
+    half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -118,8 +124,8 @@ class Show:
 
 
 def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[Any], Any]:
-    """Return a filter that rules out all tokens but the `top_k` likeliest, and those that --top-p
-    leaves out.
+    """Return a filter that rules out all tokens but the `top_k` most likely, and those outside of
+    --top-p.
     """
 
     def narrow(logits: Any) -> Any:
@@ -128,4 +134,6 @@ def narrowing(temperature: float, top_k: int | None, top_p: float) -> Callable[[
         kept = kept[(kept.cumsum(-1) - kept) < top_p]
         return logits.index_fill(0, order[len(kept) :], -float("inf"))
 
-    return narrow if top_k is not None or top_p < 1 else lambda logits: logits
+    if top_k is not None or top_p < 1:
+        return narrow
+    return lambda logits: logits

@@ -1,6 +1,4 @@
-"""`titanlite init`: a project of one's own: a config, a model with its table, a proof, a SLURM
-script.
-"""
+"""`titanlite init`: a new project with a config, a model, its table, a test, and a SLURM script."""
 
 import keyword
 from argparse import ArgumentParser, Namespace
@@ -24,7 +22,7 @@ FILES = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    declare(parser, {"NAME": "of a new folder, of the model in it and its package"})
+    declare(parser, {"NAME": "name of the new folder, its package and its model"})
     parser.epilog = "example: titanlite init mine"
 
 
@@ -46,7 +44,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _check(name: str) -> None:
-    """Raise unless a name is free as a folder, a package and a model."""
+    """Raise unless a name is available for a folder, a package and a model."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise UserError(f'"{name}" must be a name for a Python package, such as my_model')
     if name in model_names():
@@ -71,9 +69,10 @@ def _files(name: str) -> dict[str, str]:
         .replace("the checkout is", "the project is")
     )
     texts[".gitignore"] = "outputs/\n__pycache__/\n"
-    return {
-        path.replace("PROJECT", name): text.replace("PROJECT", name) for path, text in texts.items()
-    }
+    found = dict[str, str]()
+    for path, text in texts.items():
+        found[path.replace("PROJECT", name)] = text.replace("PROJECT", name)
+    return found
 
 
 def _read(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""`titanlite.load`, and the saved models of the commands that run one, in one process without
-process groups.
+"""`titanlite.load`, and loading of saved models for commands, in one process without process
+groups.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def saved_job(checkpoint: Place | None, overrides: Sequence[str]) -> tuple[Job, 
 
 @contextmanager
 def _threads_that_wait() -> Iterator[None]:
-    """Let OpenMP's threads wait without spinning, which takes the cores from others, if torch is
-    imported here and the user has not said how they wait.
+    """Let OpenMP's threads wait without spinning, which would take cores from other processes, if
+    torch is imported here and the user has not configured it.
     """
     is_ours = _WAITING not in os.environ
     os.environ.setdefault(_WAITING, "passive")
@@ -217,6 +217,6 @@ def brought(step: Place) -> Iterator[LocalPath]:
 
 
 def track_files(files: Collection[tuple[str, File]]) -> Iterator[tuple[str, File]]:
-    """Yield files of a checkpoint, and show how many of their bytes are done."""
+    """Yield files of a checkpoint, and show the progress in bytes."""
     total = sum(file.size for _, file in files)
     return track(files, total, "bytes", lambda item: item[1].size)

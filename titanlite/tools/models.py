@@ -75,14 +75,13 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     for name in names:
         try:
             specs.append(get_model(name))
-        except UserError as error:  # another package's, which hides none of the rest
+        except UserError as error:  # a broken package does not hide the other models
             if arguments.name:
                 raise
             print_notice(str(error))
     if arguments.markdown:
-        print(
-            markdown([spec for spec in specs if spec.build.startswith("titanlite.models.")]), end=""
-        )
+        own = [spec for spec in specs if spec.build.startswith("titanlite.models.")]
+        print(markdown(own), end="")
     else:
         print("\n\n".join(map(_describe, specs)))
     return 0
@@ -104,24 +103,25 @@ def markdown(specs: list[ModelSpec]) -> str:
 
 
 def _describe(spec: ModelSpec) -> str:
-    tables = [
-        format_table(rows, header, indent=2) for header, *rows in (_flavors(spec), _fields(spec))
-    ]
+    tables = []
+    for header, *rows in (_flavors(spec), _fields(spec)):
+        tables.append(format_table(rows, header, indent=2))
     return "\n\n".join([spec.name, *tables])
 
 
 def _flavors(spec: ModelSpec) -> list[list[str]]:
-    """Return a header and a row per flavor: parameters, and the fields that are not at their
-    defaults.
-    """
+    """Return a header and a row per flavor, with its parameters and its non-default fields."""
     rows = [["flavor", "parameters", "fields other than the defaults"]]
     for name, flavor in spec.flavors.items():
         values = ", ".join(f"{field} {value}" for field, value in _set_fields(flavor))
-        count = spec.parameters(flavor) if spec.parameters else 0
-        active = spec.active_parameters(flavor) if spec.active_parameters else count
-        rows.append(
-            [name, f"{count:,}" * bool(count) + f", {active:,} active" * (active < count), values]
-        )
+        size = ""
+        if spec.parameters:
+            count = spec.parameters(flavor)
+            size = f"{count:,}"
+            active = spec.active_parameters(flavor) if spec.active_parameters else count
+            if active < count:
+                size += f", {active:,} active"
+        rows.append([name, size, values])
     return rows
 
 
@@ -135,26 +135,26 @@ def _fields(spec: ModelSpec) -> list[list[str]]:
 
 
 def _set_fields(flavor: Any) -> Iterator[tuple[str, str]]:
-    """Yield the dotted fields of a flavor that are not at their defaults, and their values."""
+    """Yield the dotted fields of a flavor that differ from their defaults, and their values."""
     for field in dataclasses.fields(flavor):
         value = getattr(flavor, field.name)
         if value == field.default:
             continue
         leaves = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else {"": value}
-        yield from (
-            (f"{field.name}.{leaf}".rstrip("."), toml_value(leaves[leaf])) for leaf in leaves
-        )
+        for leaf in leaves:
+            yield f"{field.name}.{leaf}".rstrip("."), toml_value(leaves[leaf])
 
 
 def _defaults(cls: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted fields of a flavor's class and their defaults, those of a nested class as
-    well.
+    """Yield the dotted fields of a flavor's class and their defaults, including those of nested
+    classes.
     """
     types = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        has_none = field.default is dataclasses.MISSING
-        yield f"{path}{field.name}", "required" if has_none else toml_value(field.default)
-        for nested in filter(
-            dataclasses.is_dataclass, (types[field.name], *get_args(types[field.name]))
-        ):
-            yield from _defaults(nested, f"{path}{field.name}.")
+        default = "required"
+        if field.default is not dataclasses.MISSING:
+            default = toml_value(field.default)
+        yield f"{path}{field.name}", default
+        for kind in (types[field.name], *get_args(types[field.name])):
+            if dataclasses.is_dataclass(kind):
+                yield from _defaults(kind, f"{path}{field.name}.")

@@ -1,4 +1,4 @@
-"""`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, found out
+"""`titanlite plan`: memory, communication and speed of a config on any mesh of any GPU, determined
 on this machine.
 """
 
@@ -50,7 +50,8 @@ _times = partial(_number, 1, ">= 1 such as 1.5")
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.set_defaults(takes_overrides=True)
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
     options = {
         "--world N": ("number of GPUs (default: the fewest that the config allows)", positive_int),
         "--gpu NAME": "GPU to plan for, such as h100-80g (default: this machine's)",
@@ -80,7 +81,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
             if getattr(arguments, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} belongs to --search: add it")
     for option in ("html", "out"):  # before minutes of planning
-        if (path := getattr(arguments, option)) and not path.parent.is_dir():
+        path = getattr(arguments, option)
+        if path and not path.parent.is_dir():
             raise UserError(f"--{option} {path}: there is no folder {path.parent}")
     hardware = _hardware(arguments.gpu, arguments.hardware)
     job = job_from(
@@ -96,7 +98,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
     with waiting("planning"):
         plan = make_plan(job, hardware, arguments.tokens, arguments.imbalance)
-    print(json.dumps(plan.to_json(), indent=1) if arguments.json else report(plan))
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print(report(plan))
     if arguments.html:
         from titanlite.planner.page import write_page
 
@@ -106,7 +111,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hardware) -> int:
-    """Print the best of a search, and write the first of them."""
+    """Print the best candidates of a search, and write the first to --out."""
     from titanlite.planner.search import search
     from titanlite.planner.tables import search_table
 
@@ -130,13 +135,16 @@ def _search(arguments: Namespace, overrides: list[str], job: Job, hardware: Hard
 
 
 def _hardware(name: str | None, files: list[Path]) -> Hardware:
-    """Return the named GPU's hardware, by default that of this machine's GPU."""
+    """Return the hardware of the named GPU, by default this machine's."""
     if name is not None:
         return load_hardware(name, files)
     found = gpu_name()
-    if known := recognize(found, gpu_bytes(), files) if found else "":
+    known = recognize(found, gpu_bytes(), files) if found else ""
+    if known:
         return load_hardware(known, files)
-    why = f"this machine's GPU, {found}, is unknown" if found else "this machine has no NVIDIA GPU"
+    why = "this machine has no NVIDIA GPU"
+    if found:
+        why = f"this machine's GPU, {found}, is unknown"
     raise UserError(
         f"{why}; --gpu names one to plan for: {', '.join(hardware_table(files)['gpu'])}"
     )

@@ -1,5 +1,5 @@
-"""`titanlite plot`: the losses of one or several runs, or other metrics, from their metrics.jsonl:
-in the terminal, or with matplotlib as a picture.
+"""`titanlite plot`: losses or other metrics of one or several runs, from their metrics.jsonl; in
+the terminal, or as a picture with matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOSSES = ("loss", "validation_loss")
 AS_LOGGED = ("lr", "validation_loss")
-"""Metrics that are drawn without a moving mean."""
+"""Metrics drawn without a moving mean."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, overrides: list[str]) -> int:
-    """Print how far each run has come and its curves, or draw them into a file."""
+    """Print each run's progress and curves, or draw them to a file."""
     runs = read_runs(arguments.dump)
     keys = choose_metrics(runs, arguments.metrics)
     out = arguments.out
@@ -61,9 +61,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def read_runs(dumps: list[Path]) -> list[Run]:
-    """Read the runs; of several, skip files that are none, such as a log that a pattern of the
-    shell matched.
-    """
+    """Read the runs; of several, skip what is not one, such as a log that a shell matched."""
     runs: list[Run] = []
     for dump in dumps:
         try:
@@ -79,8 +77,11 @@ def read_runs(dumps: list[Path]) -> list[Run]:
 
 
 def choose_metrics(runs: list[Run], names: str | None) -> list[str]:
-    """Return the metrics to draw: those that were asked for, or the losses that the runs have."""
-    known = {key for run in runs for record in run.records for key in record} - {"step", "time"}
+    """Return the metrics to draw: the requested ones, or the losses that the runs have."""
+    known = set[str]()
+    for run in runs:
+        known.update(*run.records)
+    known -= {"step", "time"}
     if not names:
         return [key for key in LOSSES if key in known]
     keys = names.split(",")
@@ -95,7 +96,7 @@ def choose_metrics(runs: list[Run], names: str | None) -> list[str]:
 
 
 def progress(runs: list[Run]) -> Table:
-    """Return how far the runs have come, and how fast."""
+    """Return the progress of the runs, and their speed."""
     rows = []
     for run in runs:
         steps, losses = run.column("validation_loss")
@@ -121,7 +122,7 @@ def summarize(runs: list[Run]) -> str:
 
 
 def _charts(runs: list[Run], key: str) -> list[tuple[str, str]]:
-    """Return a metric of each run as a line of blocks on one scale, as long as the run is."""
+    """Return a metric of each run as a line of blocks, all on one scale and as long as the run."""
     width = max(8, columns(80) - 2 - max(len(run.name) for run in runs))
     having = [run for run in runs if len(run.values(key))]
     longest = max(run.column(key)[0][-1] for run in having)
@@ -158,9 +159,10 @@ def draw(runs: list[Run], keys: list[str], x_axis: str) -> Figure:
 def _draw_panel(axes: Axes, key: str, curves: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """Draw two lines for each run: as logged, and its moving mean."""
     for number, (x, y) in enumerate(curves):
-        color = f"C{number}"  # of the style
-        # A line alone would not show a value between two that are not finite.
-        marker = "." if len(y) <= 60 or not np.isfinite(y).all() else ""
+        color = f"C{number}"  # defined by the style
+        marker = ""
+        if len(y) <= 60 or not np.isfinite(y).all():  # no line shows a value between two nans
+            marker = "."
         axes.plot(x, y, color=color, alpha=0.5, lw=0.8, marker=marker)
         mean = y if key in AS_LOGGED else smooth(y)
         axes.plot(x, mean, color=color, lw=1.8)

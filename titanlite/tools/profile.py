@@ -1,4 +1,4 @@
-"""`titanlite profile`: train a few steps, show where their time went, and keep the traces."""
+"""`titanlite profile`: train a few steps, show where the time goes, and keep the traces."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -14,8 +14,9 @@ from titanlite.launch import launcher
 from titanlite.launch.nodes import find_nodes
 from titanlite.tools.breakdown import COMMUNICATION, KINDS, Breakdown, read
 
-WARM_UP, TRACED = 5, 3
-"""Steps; compiling and the first allocations are over before the traced ones."""
+WARM_UP = 5
+TRACED = 3
+"""Numbers of steps; compilation and first allocations happen before the traced ones."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,7 +32,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.dump:
         overrides = ["--config", f"{arguments.dump / CONFIG}", *overrides]
     config = load(parse_command_line(overrides, os.environ)).config
-    folder, steps = Path(config.job.dump_folder) / "profile", WARM_UP + TRACED
+    folder = Path(config.job.dump_folder) / "profile"
+    steps = WARM_UP + TRACED
+    total = max(steps, config.lr_scheduler.total_steps or config.training.steps)
     profiled = [
         f"--job.dump_folder={folder}",
         f"--training.steps={steps}",
@@ -39,8 +42,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"--profiling.profile_freq={steps}",
         f"--profiling.profiler_warmup={WARM_UP - 1}",
         f"--profiling.profiler_active={TRACED}",
-        "--lr_scheduler.total_steps="
-        f"{max(steps, config.lr_scheduler.total_steps or config.training.steps)}",
+        f"--lr_scheduler.total_steps={total}",
         "--validation.no_enable",
         "--checkpoint.no_enable",
         "--generate.no_at_end",
@@ -49,12 +51,15 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         f"titanlite: a profile takes {steps} steps, the last {TRACED} of them traced; "
         "without validation, checkpoints and a sample"
     )
-    if code := launcher.run(arguments, [*overrides, *profiled]):
+    code = launcher.run(arguments, [*overrides, *profiled])
+    if code:
         return code
     if find_nodes(os.environ).rank > 0:
         return 0
     traces = folder / config.profiling.save_traces_folder / f"step-{steps}"
-    ranks = [read(traces / f"rank-{rank}.json") for rank in range(len(list(traces.iterdir())))]
+    ranks = []
+    for rank in range(len(list(traces.iterdir()))):
+        ranks.append(read(traces / f"rank-{rank}.json"))
     print(f"\n{step_table(ranks)}\n\ntraces       {traces}, for https://ui.perfetto.dev")
     return 0
 
@@ -70,10 +75,10 @@ def step_table(ranks: Sequence[Breakdown]) -> str:
     rows.append(["the step", f"{1000 * step:.1f}", "100.0%", "", ""])
     columns = 5 if len(ranks) > 1 else 3
     header = ["where a step goes", "ms", "share", "most", "rank"]
-    lines = [
-        format_table([row[:columns] for row in rows], header[:columns], align="<>>>>", indent=2)
-    ]
-    if hidden := mean(rank.hidden for rank in ranks):
+    shown = [row[:columns] for row in rows]
+    lines = [format_table(shown, header[:columns], align="<>>>>", indent=2)]
+    hidden = mean(rank.hidden for rank in ranks)
+    if hidden:
         exposed = mean(rank.kinds[COMMUNICATION] for rank in ranks)
         lines.append(
             f"{100 * hidden / (hidden + exposed):.0f}% of the communication "

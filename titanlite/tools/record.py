@@ -1,6 +1,4 @@
-"""The record that a run leaves in its folder: metrics, and what happened to it. No torch, no
-matplotlib.
-"""
+"""The record of a run in its folder: metrics and events. No torch, no matplotlib."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ ASCII = " _.,-=+*#"
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its files show it."""
+    """A run, as recorded in its files."""
 
     name: str
     folder: Path
     records: list[dict[str, float]]
-    """The lines of metrics.jsonl, each with "step"; what is not finite is nan."""
+    """The lines of metrics.jsonl, each with "step"; values that are not finite are nan."""
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """Its starts, restarts and stops."""
+        """The starts, restarts and stops of the run."""
         return read_events(self.folder)
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -60,15 +58,14 @@ class Run:
         steps, y = self.column(key)
         if x_axis == "steps":
             return steps, y
-        # A validation may lie between two logged steps, or after the last one of a run that is
-        # still training.
+        # A validation may fall between two logged steps, or after the last one of a running run.
         logged, tokens = self.column("tokens")
         known_steps = [0.0, *logged, 2 * logged[-1]]
         known_tokens = [0.0, *tokens, 2 * tokens[-1]]
         return np.interp(steps, known_steps, known_tokens), y
 
     def events(self) -> list[tuple[str, str]]:
-        """Return what the run needed, saved and suffered: names and texts."""
+        """Return names and texts about the run's memory, saves and failures."""
         logs = self.folder / "logs"
         restarts = sum(event["event"] == "restart" for event in self.history)
         rows = [
@@ -78,7 +75,8 @@ class Run:
             ("hangs", f"{len([*logs.glob('hang-*.txt')])} since the last start"),
             ("bad steps", f"{len(self.values('skipped'))}"),
         ]
-        if why := self.stop.get("why"):
+        why = self.stop.get("why")
+        if why:
             rows.append(("end", why))
         return rows
 
@@ -103,28 +101,34 @@ class Run:
 
     @property
     def stop(self) -> dict[str, Any]:
-        """Its last event, where that is a stop: how and why."""
-        return next((event for event in self.history[-1:] if event["event"] == "stop"), {})
+        """The last event if it is a stop, with how and why; otherwise empty."""
+        if self.history and self.history[-1]["event"] == "stop":
+            return self.history[-1]
+        return {}
 
     @property
     def is_done(self) -> bool:
-        """Whether its last step was reached, and saved."""
+        """Whether the last step was reached and saved."""
         return self.stop.get("how") == DONE
 
 
 def text_of(file: Path) -> str:
-    """Return the text of a file; nothing if it is missing."""
-    return file.read_text("utf-8", "replace") if file.exists() else ""
+    """Return the text of a file; an empty string if it is missing."""
+    if file.exists():
+        return file.read_text("utf-8", "replace")
+    return ""
 
 
 def read_run(dump: Path) -> Run:
-    """Read the metrics in a dump folder, or a metrics.jsonl itself, without a last line that is not
-    complete yet.
+    """Read the metrics in a dump folder, or a metrics.jsonl itself, without an incomplete last
+    line.
     """
     file = dump / METRICS if dump.is_dir() else dump
-    if not file.is_file() and not (dump / "logs").exists():  # a run that starts has only logs
+    if not file.is_file() and not (dump / "logs").exists():  # a starting run has only logs
         below = ", ".join(f"{path.parent}" for path in sorted(dump.glob(f"*/{METRICS}")))
-        hint = f"; runs below it: {below}; titanlite plot {dump}/* compares them" if below else ""
+        hint = ""
+        if below:
+            hint = f"; runs below it: {below}; titanlite plot {dump}/* compares them"
         raise UserError(
             f"{file} does not exist; give the dump folder of a run (job.dump_folder){hint}"
         )
@@ -143,15 +147,17 @@ def read_run(dump: Path) -> Run:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Return a record of metrics.jsonl, null as nan; raise if it is none."""
-    numbers = {key: np.nan if value is None else float(value) for key, value in record.items()}
+    """Return a record of metrics.jsonl, with nan for null; raise if it is not a record."""
+    numbers = {}
+    for key, value in record.items():
+        numbers[key] = np.nan if value is None else float(value)
     return numbers | {"step": int(record["step"])}
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
     """Return the moving mean over a thirtieth of the points, centered so that it does not lag.
 
-    At the start, where curves are steep, the window shrinks; at the end it is cut.
+    At the start, where curves are steep, the window is smaller; at the end it is truncated.
     """
     most = max(2, len(y) // 60) if len(y) >= 60 else 0
     valid = np.isfinite(y)
@@ -164,10 +170,12 @@ def smooth(y: np.ndarray) -> np.ndarray:
 
 
 def chart(values: np.ndarray, width: int, ends: tuple[float, float] | None = None) -> str:
-    """Return a line of blocks as high as the values, between the lowest and the highest or `ends`,
-    empty where one is not finite; a terminal without blocks has other characters.
+    """Return a line of blocks as high as the values, scaled to their range or to `ends`, and empty
+    where a value is not finite. Terminals without block characters get others.
     """
-    blocks = BLOCKS if "utf" in sys.stdout.encoding.lower() else ASCII
+    blocks = ASCII
+    if "utf" in sys.stdout.encoding.lower():
+        blocks = BLOCKS
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
     levels = np.interp(means, ends or (np.fmin.reduce(means), np.fmax.reduce(means)), (1, 8))
     return "".join(blocks[round(level)] for level in np.nan_to_num(levels))

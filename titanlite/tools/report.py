@@ -1,4 +1,4 @@
-"""`titanlite report`: a run as one page, as its files show it."""
+"""`titanlite report`: a run as one page, made from its files."""
 
 import io
 import json
@@ -22,10 +22,9 @@ from titanlite.tools.record import Run, text_of
 from titanlite.tools.top import ABOUT, places, state_of
 
 FACTS = "model data batch device mesh titanlite".split()
-"""Lines of a start that the page has too."""
+"""Lines logged at a start that are also on the page."""
 THEME = {"#000000": "var(--ink)", "#808080": "var(--soft)", "#e8eaed": "var(--line)"}
-"""The colors of plot.mplstyle, and those that the page has instead, which follow its reader's
-theme."""
+"""The colors of plot.mplstyle, and their replacements, which follow the reader's theme."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,19 +43,23 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     (record,) = read_runs([arguments.dump])
     folder = record.folder
     path = arguments.html or folder / "report.html"
-    config, environment = text_of(folder / CONFIG), text_of(folder / ENVIRONMENT)
+    config = text_of(folder / CONFIG)
+    environment = text_of(folder / ENVIRONMENT)
     layout = Layout(**json.loads(environment or "{}").get("mesh", {}))
     ranks = places(folder / "logs" / RANKS, live=False)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), config)
     steps, losses = record.column("validation_loss")
-    validated = [(f"{step}", f"{loss:.5f}") for step, loss in zip(steps, losses, strict=True)]
+    validated = []
+    for step, loss in zip(steps, losses, strict=True):
+        validated.append((f"{step}", f"{loss:.5f}"))
     tables = [
-        *[starts(record.history)][: len(record.history)],  # none where nothing was recorded
         ranks,
         Table("events", "Events", (), record.events()),
         Table("config", "Config", ("key", "default -> here"), [*changed.items()]),
     ]
+    if record.history:
+        tables.insert(0, starts(record.history))
     if validated:
         tables.append(Table("evaluations", "Evaluations", ("step", "validation loss"), validated))
     parts = [
@@ -75,7 +78,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def _curves(record: Run) -> str:
-    """Return the curves as a part of the page, whose theme gives the colors."""
+    """Return the curves as a part of the page, in the colors of its theme."""
     from titanlite.tools.plot import choose_metrics, draw
 
     keys = [*choose_metrics([record], None), "grad_norm", "lr", "tps"]
@@ -88,16 +91,16 @@ def _curves(record: Run) -> str:
 
 
 def _sample(log: str) -> str:
-    """Return the last text that the model wrote into rank 0's log."""
+    """Return the last sample of the model in rank 0's log."""
     found = re.findall(r"(?m)^a sample, (at temperature .+):\n\n((?:    .*\n|\n)+)", log)
-    return "".join(
-        f"<h2>Sample, {escape(how)}</h2><pre>{escape(dedent(text).strip())}</pre>"
-        for how, text in found[-1:]
-    )
+    if not found:
+        return ""
+    how, text = found[-1]
+    return f"<h2>Sample, {escape(how)}</h2><pre>{escape(dedent(text).strip())}</pre>"
 
 
 def _facts(record: Run) -> list[tuple[str, str]]:
-    """Return the model, its machine and times: lines that rank 0 logged, and times."""
+    """Return facts about the run: lines that rank 0 logged, and times."""
     started = re.findall('"started": "(.+)"', text_of(record.folder / ENVIRONMENT))
     log = untimed(text_of(rank_log(record.folder, 0)))
     return [

@@ -1,7 +1,7 @@
-"""Which ranks and hosts are slow, from exchanges between pairs of ranks; `titanlite doctor` asks.
+"""Find slow ranks and hosts from exchanges between pairs of ranks, for `titanlite doctor`.
 
 In round k, rank r exchanges data with rank r XOR 2^k, all pairs at once. A rank that is slow with
-each of several partners is slow itself; a single slow pair may be a slow link, which is not named.
+each of several partners is slow itself; a single slow pair may be a slow link, and is not reported.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import median_low
 from typing import Any
 
@@ -22,14 +23,14 @@ from titanlite.train.network import shortest_time
 from titanlite.train.rank_facts import RankFacts, named
 
 NOISE_SECONDS = {"cpu": 0.05, "cuda": 0.0005}
-"""Smaller differences are the scheduler's rather than the network's."""
+"""Smaller differences are caused by the scheduler rather than the network."""
 FEWEST_PARTNERS = 2
-"""A rank that met fewer can't be told from its link."""
+"""With fewer partners, a rank can't be distinguished from its link."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank saw of one exchange."""
+    """One exchange, as measured by a rank."""
 
     rank: int
     partner: int
@@ -39,17 +40,17 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Judged:
-    """An exchange beside those of the same round, inside hosts or between them like this one."""
+    """An exchange compared with others of its round that are also inside hosts, or between them."""
 
     exchange: Exchange
     between_hosts: bool
     typical: float
-    """Seconds of the median."""
+    """The median in seconds."""
     slow: bool
 
 
 def exchange_in_pairs(device: torch.device) -> list[list[Exchange]]:
-    """Return the exchanges of each round on rank 0, and elsewhere nothing."""
+    """Return the exchanges of each round on rank 0, and nothing on other ranks."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     everyone: Any = dist.group.WORLD
@@ -60,12 +61,12 @@ def exchange_in_pairs(device: torch.device) -> list[list[Exchange]]:
             transfer = partial(swap, peer=partner, group=everyone)
             own.append(Exchange(rank, partner, *shortest_time(transfer, device)))
         else:
-            shortest_time(torch.Tensor.detach, device)  # the barriers of the others' transfers
+            shortest_time(torch.Tensor.detach, device)  # joins the barriers of other transfers
             own.append(None)
     seen = gather_on_rank_0(own)
     if rank > 0:
         return []
-    return [[one for one in of_round if one] for of_round in zip(*seen, strict=True)]
+    return [[*filter(None, of_round)] for of_round in zip(*seen, strict=True)]
 
 
 def slow_ranks(rounds: Sequence[Sequence[Exchange]], facts: Sequence[RankFacts]) -> list[str]:
@@ -87,10 +88,7 @@ def slow_ranks(rounds: Sequence[Sequence[Exchange]], facts: Sequence[RankFacts])
     lines = []
     for what, found in (("every partner", slow), ("every other host", slow_between)):
         if found:
-            fastest = min(
-                (one for judged in found.values() for one in judged),
-                key=lambda one: one.exchange.seconds,
-            )
+            fastest = min(chain(*found.values()), key=lambda one: one.exchange.seconds)
             took = f"{1e3 * fastest.exchange.seconds:.3g} ms"
             size = f"{fastest.exchange.size / 1e6:.2g} MB"
             ranks = named([facts[rank] for rank in found])

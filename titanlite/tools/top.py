@@ -1,4 +1,4 @@
-"""`titanlite top`: a run in the terminal as its files show it, while it trains and later."""
+"""`titanlite top`: a run in the terminal, read from its files, during training and afterwards."""
 
 import json
 import sys
@@ -15,16 +15,16 @@ from titanlite.config.options import A_RUN, declare
 from titanlite.config.toml import tomllib
 from titanlite.errors import columns
 from titanlite.observe.events import starts
-from titanlite.observe.metrics import format_duration
 from titanlite.observe.page import Table
+from titanlite.observe.sinks import format_duration
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, chart, read_run, text_of
 
 CURVES = "loss validation_loss grad_norm lr tps memory_gib".split()
 SILENT_SECONDS = 15
-"""Since the launcher last wrote the places of the ranks, which it does every second or two."""
+"""Time without new places of the ranks, which the launcher writes every second or two."""
 LAST_STARTS = 6
-"""Those that are shown; a report has all."""
+"""Number of starts that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
 steps. Only files are read, so that another machine of the cluster will do, and a run that is \
@@ -58,9 +58,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
-    """Return a run as text as wide as the terminal, and whether it has reached its last step.
+    """Return a run as text that fits the terminal's width, and whether it has reached its last
+    step.
 
-    Starts and curves that a terminal of this height has no room for are left out.
+    Starts and curves that do not fit the height are left out.
     """
     record = read_run(dump)
     ranks = record.folder / "logs" / RANKS
@@ -71,7 +72,8 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
         if not np.isnan(values).all():
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
     events = f"{Table('events', 'Events', (), record.events())}"
-    story, places_now = f"{starts(record.history, LAST_STARTS)}", f"{places(ranks)}"
+    story = f"{starts(record.history, LAST_STARTS)}"
+    places_now = f"{places(ranks)}"
     below = "\n\n".join([events, story, places_now])
     if not record.history or below.count("\n") > height - 4:
         below = f"{events}\n\n{places_now}"
@@ -80,7 +82,7 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
 
 
 def state_of(record: Run) -> tuple[str, bool]:
-    """Return how far a run is, in words, and whether it is done: has saved its last step, too."""
+    """Return the state of a run in words, and whether it is done, with its last step saved."""
     config = tomllib.loads(text_of(record.folder / CONFIG))
     steps = config.get("training", {}).get("steps", 0)
     ranks = record.folder / "logs" / RANKS
@@ -95,30 +97,34 @@ def state_of(record: Run) -> tuple[str, bool]:
     elif silent > SILENT_SECONDS:
         end = f"no sign of life for {format_duration(silent)}"
     if not record.steps or not steps:
-        state = "starting" if record.steps else "starting, no step logged yet"
+        state = "starting, no step logged yet"
+        if record.steps:
+            state = "starting"
         return f"{state}, {end}" if end else state, False
     step = record.steps[-1]
     eta = record.last("eta_seconds")
     if np.isnan(eta):
         eta = (steps - step) * record.last("step_seconds")
-    if has_stopped:  # its last step may not have been logged
+    if has_stopped:  # the last step may not have been logged
         step = max(beat["step"] for beat in beats)
     if step >= steps and (record.is_done or has_stopped or not beats):
         return f"step {step} of {steps}, done", True
-    doing = next((beat["phase"] for beat in beats), "") if step >= steps else ""
+    doing = ""
+    if step >= steps:
+        doing = next((beat["phase"] for beat in beats), "")
     left = end or doing or f"eta {format_duration(eta)}"
     return f"step {step} of {steps}, {left}", False
 
 
 def places(file: Path, *, live: bool = True) -> Table:
-    """Return the places of the ranks, as old as they are or, if not `live`, with their time."""
-    rows = [
-        (rank, *(f"{beat[key]}" for key in PLACE))
-        for rank, beat in json.loads(text_of(file) or "{}").items()
-    ]
+    """Return the places of the ranks, with their age or, if not `live`, their time."""
+    rows = []
+    for rank, beat in json.loads(text_of(file) or "{}").items():
+        rows.append((rank, *(f"{beat[key]}" for key in PLACE)))
     title = "Ranks: not known yet; titanlite's launcher writes their places"
     if rows:
         seen = file.stat().st_mtime
-        since = f"{format_duration(time.time() - seen)} ago"
-        title = f"Ranks, {since if live else time.strftime('%F %T %z', time.localtime(seen))}"
+        title = f"Ranks, {time.strftime('%F %T %z', time.localtime(seen))}"
+        if live:
+            title = f"Ranks, {format_duration(time.time() - seen)} ago"
     return Table("ranks", title, ("rank", *PLACE), rows)

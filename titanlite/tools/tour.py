@@ -1,7 +1,7 @@
-"""`titanlite tour`: check the main promises on this machine, in under three minutes on two cores,
-without network.
+"""`titanlite tour`: check the main promises on this machine, without network, in under three
+minutes on two cores.
 
-Every step is a command that a person could type, and prints what it proves; the first failed check
+Every step is a command that a user could type, and prints what it shows; the first failed check
 ends the tour."""
 
 import os
@@ -24,7 +24,9 @@ from titanlite.errors import UserError, install_command
 from titanlite.runtime.store import LocalPath
 from titanlite.tools.record import read_run
 
-STEPS, INTERVAL, KILL_AFTER = 24, 6, 14
+STEPS = 24
+INTERVAL = 6
+KILL_AFTER = 14
 RUN = f"""
     --training.steps {STEPS} --training.seq_len 64
     --training.global_batch_size 8 --training.local_batch_size 2
@@ -106,7 +108,9 @@ def _compare_with_one_process(dump: Path, single: Path) -> None:
     _print("3  Run the same training uninterrupted in one process.")
     _titanlite(f"train {RUN}", single, NGPU="1")
     runs = read_run(dump), read_run(single)
-    losses = [np.append(run.values("loss"), run.values("validation_loss")) for run in runs]
+    losses = []
+    for run in runs:
+        losses.append(np.append(run.values("loss"), run.values("validation_loss")))
     worst = np.abs(losses[0] - losses[1]).max()
     _check(
         worst < 1e-4,
@@ -147,7 +151,7 @@ def _check(holds: bool, proved: str, failed: str) -> None:
 
 
 def _titanlite(command: str, *paths: Path, **environ: str) -> str:
-    """Return the output of a command that ends in these paths, with blanks or without."""
+    """Return the output of a command with these paths, which may have blanks, at its end."""
     arguments = [*command.split(), *map(str, paths)]
     variables = [f"{name}={value}" for name, value in environ.items()]
     print(f"   {shlex.join([*variables, 'titanlite', *arguments])}", flush=True)
@@ -155,8 +159,9 @@ def _titanlite(command: str, *paths: Path, **environ: str) -> str:
 
 
 def _python(*arguments: str, **environ: str) -> str:
-    """Return the output of a command; UserError with all of it if the command fails."""
-    command, variables = [sys.executable, *arguments], {**os.environ, **environ}
+    """Return the output of a command; raise a UserError with all of it if the command fails."""
+    command = [sys.executable, *arguments]
+    variables = {**os.environ, **environ}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"exit code {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -175,7 +180,7 @@ def _train_and_kill(run: Path) -> None:
         deadline = time.monotonic() + SECONDS_TO_START
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                with suppress(UserError):  # no record yet, or a half one
+                with suppress(UserError):  # there is no record yet, or an incomplete one
                     if KILL_AFTER in read_run(run).steps:
                         return
                 time.sleep(0.02)
@@ -183,16 +188,16 @@ def _train_and_kill(run: Path) -> None:
             _kill_all(process)
         log.seek(0)
         raise UserError(
-            f"the run ended before step {KILL_AFTER}, where it was to be killed:\n{log.read()}"
+            f"the run ended before step {KILL_AFTER}, at which to kill it:\n{log.read()}"
         )
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to a process and all its descendants, which have process groups of their own."""
+    """Send SIGKILL to a process and all its descendants, which have their own process groups."""
     listing = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid="], text=True)
     parents = [tuple(map(int, line.split())) for line in listing.splitlines()]
     family = [process.pid]
-    for ancestor in family:  # which grows meanwhile
+    for ancestor in family:  # grows during the loop
         family += [pid for pid, parent in parents if parent == ancestor]
     for pid in family:
         with suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """The lines that a run prints at its end: where its files are, and what to type next.
 
-No torch: the launcher has them too.
+No torch: the launcher prints them too.
 """
 
 from pathlib import Path
@@ -33,7 +33,9 @@ def describe_end(config: JobConfig) -> str:
     rows["plot"] = command_line("titanlite", "plot", str(folder))
     rows["report"] = command_line("titanlite", "report", str(folder))
     if config.checkpoint.enable:
-        asks = ["--chat", "--prompt", "a question"] if config.training.dataset == "chat" else []
+        asks = []
+        if config.training.dataset == "chat":
+            asks = ["--chat", "--prompt", "a question"]
         rows["generate"] = command_for(config, "generate", *asks)
         rows["continue"] = "the same command with a larger --training.steps"
     lines = [f"{name:<12} {text}" for name, text in rows.items()]
@@ -43,10 +45,18 @@ def describe_end(config: JobConfig) -> str:
 def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     """Return the line of a run that stopped on request."""
     if not left.step:
-        kept = newest(config) if config.checkpoint.enable else None
-        still = "" if kept is None else f"; the newest checkpoint is still {name_of(config, kept)}"
+        kept = None
+        if config.checkpoint.enable:
+            kept = newest(config)
+        still = ""
+        if kept is not None:
+            still = f"; the newest checkpoint is still {name_of(config, kept)}"
         return f"stopped before a step on request ({left.reason}): nothing was trained{still}"
-    lost = f", {left.lost} step{'s are' if left.lost > 1 else ' is'} lost" if left.lost else ""
+    lost = ""
+    if left.lost == 1:
+        lost = ", 1 step is lost"
+    elif left.lost:
+        lost = f", {left.lost} steps are lost"
     where = f"step {left.step} of {config.training.steps} on request ({left.reason}){lost}"
     if left.step == config.training.steps:
         where += "; no step is left, but a validation or a sample may be missing"

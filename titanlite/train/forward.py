@@ -29,7 +29,7 @@ class ModelRunner(Protocol):
 
     @property
     def share(self) -> TokenShare:
-        """The tokens that this rank is given."""
+        """The tokens that this rank reads."""
 
     @property
     def has_loss(self) -> bool:
@@ -41,11 +41,11 @@ class ModelRunner(Protocol):
 
     @property
     def after_backward(self) -> Sequence[Callable[[], None]]:
-        """What must be done once all other sums of gradients are known."""
+        """Functions to call once all other sums of gradients are done."""
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
-        """Parameters that another stage has as well, and counts."""
+        """Parameters that another stage also has, and counts."""
 
     def gradients(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
@@ -109,7 +109,7 @@ class WholeModel:
 
 
 def build_runner(context: Context, parts: Sequence[nn.Module], seed: int, rank: int) -> ModelRunner:
-    """Return what runs a job's model on this rank."""
+    """Return the runner of a job's model on this rank."""
     config = context.job.config
     token_loss = token_loss_sum
     if config.compile.enable and "loss" in config.compile.components:
@@ -128,10 +128,10 @@ def build_runner(context: Context, parts: Sequence[nn.Module], seed: int, rank: 
 
 
 def _dropout_coordinates(layout: Layout, rank: int) -> list[int]:
-    """Return a rank's coordinates of which each has its own dropout.
+    """Return the coordinates of a rank that determine its dropout.
 
-    cp is among them only when used, as the stage of a pipeline is, so that runs without them resume
-    bit for bit.
+    cp and the stage of a pipeline are among them only if used, so that runs without them resume bit
+    for bit.
     """
     own = layout.coordinates(rank)
     coordinates = [layout.batch_coordinate(rank), own["tp"]]
@@ -141,7 +141,7 @@ def _dropout_coordinates(layout: Layout, rank: int) -> list[int]:
 
 
 def take(runner: ModelRunner, batch: MicroBatch) -> MicroBatch:
-    """Return the batch on the device, with this rank's tokens as its own."""
+    """Return the batch on the device, with this rank's share of the tokens marked."""
     share = runner.share
     return batch.to(share.device, share.own_positions(batch.rows.size(-1)))
 

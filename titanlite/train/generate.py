@@ -18,7 +18,7 @@ from titanlite.runtime.page import OWN_PAGE
 from titanlite.train.forward import ModelRunner, evaluating, take
 
 
-@torch.compiler.set_stance("force_eager")  # to compile for every length of a text costs more
+@torch.compiler.set_stance("force_eager")  # compiling for every length would cost more
 def generate(
     runner: ModelRunner,
     tokenizer: Tokenizer | None,
@@ -30,12 +30,12 @@ def generate(
 ) -> str:
     """Return the prompt and its continuation, until the end of the document or settings.tokens.
 
-    The model sees the last `positions` tokens. `narrow` may rule out tokens, by a logit of -inf;
-    `show` sees the text's tokens before each further one.
+    The model sees the last `positions` tokens. `narrow` may rule out tokens by setting their logits
+    to -inf; `show` is called with the tokens so far before each new one.
     """
     tokenizer = require_tokenizer(tokenizer, "generation")
     tokens = tokenizer.encode(settings.prompt) or [tokenizer.end]
-    # Of the prompt too: with the same random numbers, texts of different prompts are alike.
+    # Seeded by the prompt too: with the same random numbers, different prompts get similar texts.
     generator = torch.Generator().manual_seed(derive_seed("generate", seed, settings.prompt))
     share = runner.share
     with evaluating(runner):
@@ -43,12 +43,13 @@ def generate(
             OWN_PAGE.enter("sample")
             show(tokens)
             seen = tokens[-positions:]
-            padding = [tokenizer.end] * (-len(seen) % share.multiple)
-            batch = take(runner, MicroBatch(torch.tensor([[seen + padding]])))
+            missing = -len(seen) % share.multiple
+            padded = seen + [tokenizer.end] * missing
+            batch = take(runner, MicroBatch(torch.tensor([[padded]])))
             last_logits = partial(_logits_at, len(seen) - 1, share.sequence_ranks)
             logits = runner.evaluate(batch, last_logits)
             token = torch.zeros((), dtype=torch.int64, device=share.device)
-            if logits is not None:  # only a pipeline's last stage has them
+            if logits is not None:  # in a pipeline only the last stage has them
                 token.copy_(_sample(narrow(logits.cpu()), settings.temperature, generator))
             if dist.is_initialized():
                 dist.broadcast(token, src=runner.source)
@@ -72,7 +73,10 @@ def _logits_at(
     if batch.own_positions is None:
         return _whole(model(inputs)[0, position])
     own = (batch.own_positions == position).nonzero().flatten().tolist()
-    logits = _whole(model(inputs, batch.positions)[0, own[0] if own else 0])
+    index = 0
+    if own:
+        index = own[0]
+    logits = _whole(model(inputs, batch.positions)[0, index])
     if group is not None:
         logits *= len(own)  # one rank of the group has the position
         dist.all_reduce(logits, group=group)
@@ -80,13 +84,13 @@ def _logits_at(
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
-    """Return all logits in float32, where each rank may hold a slice of the vocabulary."""
+    """Return all logits in float32, even if each rank holds a slice of the vocabulary."""
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
     return logits.float()
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    if temperature < 1e-6:  # as good as 0, and a division by it would overflow
+    if temperature < 1e-6:  # practically 0, and dividing by it would overflow
         return logits.argmax()
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]

@@ -1,14 +1,14 @@
-"""The guard of the steps: a value that is not finite, or a request to stop, ends all ranks
-together.
+"""Stop all ranks at the same step on a non-finite value or a stop request.
 
 The values are the loss and the gradient norm, and detection never waits for the device. Every rank
-keeps the step of its first bad value on the device. This flag is summed with the next step's count
-of valid tokens (no collective of its own), and so is a request to stop; both sums are copied to the
-host asynchronously, and read after the step.
+keeps the step of its first bad value on the device. This flag and a stop request are summed
+together with the next step's count of valid tokens, without a separate collective; both sums are
+copied to the host asynchronously, and read after the step.
 """
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -19,38 +19,66 @@ from titanlite.errors import GivenUp, RunFailed
 from titanlite.runtime.distributed import gather_objects
 
 PERIOD = 1000
-"""Of so many steps at most fault.skip_budget may be skipped."""
+"""At most fault.skip_budget steps may be skipped in this many."""
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on all ranks alike with a bad step's number, a line for the log, and metrics."""
+Read = Callable[[], list[float]]
+"""Returns values, once they are on the host."""
+
+
+def late_copy(values: torch.Tensor) -> Read:
+    """Copy values to the host, which reads them a step later, without waiting for the device.
+
+    The result returns them once they have arrived.
+    """
+    arrived = None
+    if values.is_cuda:
+        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+        values = pinned.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def read() -> list[float]:
+        if arrived:
+            arrived.synchronize()
+        return [value.item() for value in values]
+
+    return read
 
 
 class NonFinite(RunFailed):
-    """Training met a value that is not finite."""
+    """Training produced a value that is not finite."""
 
 
 class StepGuard:
     """Watch the loss and the gradient norm of every step.
 
     In each step call `exchange`, `record` and `read`, in this order. All ranks take part, since any
-    may get a request to stop; `tp` of them count the same tokens.
+    may receive a stop request; `tp` of them count the same tokens.
     """
 
     def __init__(
-        self, settings: FaultSection, device: torch.device, tp: int, note: Note = lambda *_: None
+        self,
+        settings: FaultSection,
+        device: torch.device,
+        tp: int,
+        note: Note = lambda *_: None,
+        copy: Callable[[torch.Tensor], Read] = late_copy,
     ) -> None:
         self._tp = tp
+        self._copy = copy
         self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
         """The steps of the first bad loss and of the first bad norm; 0 for none."""
-        self._read_flags: Callable[[], list[float]] | None = None
+        self._read_flags: Read | None = None
         self._bad_steps: BadSteps | None = None
-        """None if values that are not finite end the run and spikes are off."""
+        """None if non-finite values end the run and spike detection is off."""
         if settings.on_nonfinite == "skip" or settings.spike_sigma:
-            self._bad_steps = BadSteps(settings, device, note)
+            self._bad_steps = BadSteps(settings, device, note, copy)
 
     def exchange(self, valid_tokens: torch.Tensor, stop: bool = False) -> torch.Tensor:
         """Return the sum of the valid tokens over all data.
 
-        The flag of a bad value and a request to stop are summed along.
+        The flag of a bad value and a stop request are summed with it.
         """
         bad = (self._first_bad > 0).any().to(torch.int64)
         sums = torch.stack([valid_tokens, bad, torch.full_like(bad, stop)])
@@ -58,7 +86,7 @@ class StepGuard:
             sums = self._bad_steps.all_reduce(sums, self._tp)
         else:
             dist.all_reduce(sums)
-        self._read_flags = late_copy(sums[1:])
+        self._read_flags = self._copy(sums[1:])
         return sums[0] // self._tp
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor | None:
@@ -74,9 +102,9 @@ class StepGuard:
         return skipped
 
     def read(self) -> bool:
-        """Return whether the last exchange carried a request to stop.
+        """Return whether the last exchange carried a stop request, and act on bad steps.
 
-        Raise NonFinite, on all ranks, if it carried the flag of a bad value. Act on bad steps.
+        Raise NonFinite, on all ranks, if it carried the flag of a bad value.
         """
         if not self._read_flags:
             return False
@@ -85,8 +113,8 @@ class StepGuard:
             if self._bad_steps:
                 self._bad_steps.act()
             return bool(stop)
-        all_first_bad = gather_objects(self._first_bad.tolist(), dist.group.WORLD)
-        step = min(step for steps in all_first_bad for step in steps if step)
+        all_first_bad: list[list[int]] = gather_objects(self._first_bad.tolist(), dist.group.WORLD)
+        step = min(filter(None, chain.from_iterable(all_first_bad)))
         ranks = [str(rank) for rank, steps in enumerate(all_first_bad) if steps[0] == step]
         what = "the gradient norm"
         if ranks:
@@ -94,13 +122,15 @@ class StepGuard:
         raise NonFinite(f"at step {step} {what} was not finite; nothing was saved after it")
 
     def flush(self) -> None:
-        """Wait for the flag of the last step: before a save of it, and when training ends."""
+        """Wait for the flag of the last step: before the step is saved, and when training ends."""
         self.exchange(torch.zeros_like(self._first_bad[0]))
         self.read()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state for a checkpoint."""
-        return self._bad_steps.state_dict() if self._bad_steps else {}
+        if self._bad_steps:
+            return self._bad_steps.state_dict()
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last step of a checkpoint."""
@@ -109,7 +139,7 @@ class StepGuard:
 
 
 class Spike(Exception):
-    """A step after which all ranks go back to an earlier checkpoint."""
+    """Raised after a step from which all ranks go back to an earlier checkpoint."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -124,21 +154,28 @@ def skips_updates(settings: FaultSection) -> bool:
 
 
 class BadSteps:
-    """Judge every step; all ranks skip a bad one alike, or go back.
+    """Detect bad steps identically on all ranks, and skip them or roll back.
 
-    A step is bad if its gradient norm, which is the same on all ranks, is not finite, or above
-    mean + spike_sigma x standard deviation of the last spike_window good steps. (Before there are
-    that many, none is too large.) The loss is compared in the same way, but it is summed with the
-    next step's tokens, when the update is done. The host reads both values one step later still.
+    A step is bad if its gradient norm, which is the same on all ranks, is not finite, or is above
+    mean + spike_sigma x standard deviation of the last spike_window good steps. (Until there are
+    that many, nothing is too large.) The loss is compared in the same way, but it is summed with
+    the next step's tokens, after the update. The host reads both values yet another step later.
     """
 
-    def __init__(self, settings: FaultSection, device: torch.device, note: Note) -> None:
+    def __init__(
+        self,
+        settings: FaultSection,
+        device: torch.device,
+        note: Note,
+        copy: Callable[[torch.Tensor], Read] = late_copy,
+    ) -> None:
+        self._copy = copy
         self._settings: FaultSection = settings
         self._note = note
         self._norms = Window(settings, device)
         self._losses = Window(settings, device)
         self._skips: list[int] = []
-        """The steps that were skipped, of the last PERIOD."""
+        """The steps skipped among the last PERIOD."""
         self._rollbacks = 0
         self._nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
         self._forget()
@@ -148,7 +185,7 @@ class BadSteps:
         self._norm = self._nothing
         self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
-        self._judged: list[tuple[int, Callable[[], list[float]]]] = []
+        self._judged: list[tuple[int, Read]] = []
         """Steps with their norm, its limit, their loss and its limit, not read yet."""
 
     def record(
@@ -157,7 +194,7 @@ class BadSteps:
         """Judge the step's norm.
 
         Return whether to skip its update, None for never, and the loss and norm that must be
-        finite: of a step that is skipped, none.
+        finite, which are 0 in a skipped step.
         """
         limit, above = self._norms.judge(norm.double())
         broken = ~norm.isfinite()
@@ -168,7 +205,7 @@ class BadSteps:
         self._norm = torch.stack([norm.double(), limit])
         self._loss = torch.where(broken | above, math.nan, loss.double())
         if self._settings.on_nonfinite == "skip":
-            # Then only a loss that leaves the norm finite stops the run.
+            # Only a bad loss with a finite norm still stops the run.
             loss = torch.where(skipped, 0, loss)
             norm = torch.where(skipped, 0, norm)
         if not skips_updates(self._settings):
@@ -176,9 +213,9 @@ class BadSteps:
         return skipped, loss, norm
 
     def all_reduce(self, values: torch.Tensor, tp: int) -> torch.Tensor:
-        """Sum whole numbers, and the last step's loss with them; compare it with its limit, once.
+        """Sum integers together with the last step's loss, and compare that loss with its limit.
 
-        Sums of float64 are exact up to 2^53. `tp` ranks have the same loss.
+        The integers are exact in float64 up to 2^53. `tp` ranks have the same loss.
         """
         sums = torch.cat([values.double(), self._loss[None]])
         dist.all_reduce(sums)
@@ -186,13 +223,13 @@ class BadSteps:
             loss = sums[-1] / tp
             limit, _ = self._losses.judge(loss)
             judged = torch.cat([self._norm, torch.stack([loss, limit])])
-            self._judged.append((self._step, late_copy(judged)))
+            self._judged.append((self._step, self._copy(judged)))
             self._step = 0
             self._loss = self._nothing
         return sums[:-1].to(values.dtype)
 
     def act(self) -> None:
-        """Act on the steps that were judged."""
+        """Act on the steps judged so far."""
         while self._judged:
             step, read = self._judged.pop(0)
             self._act(step, *read())
@@ -209,7 +246,7 @@ class BadSteps:
             why = f"its gradient norm {norm:.4g} is above {norm_limit:.4g}"
         elif loss > loss_limit:
             why = f"its loss {loss:.5g} is above {loss_limit:.5g}"
-            if action == "skip":  # too late: the update was done before the loss was known
+            if action == "skip":  # too late: the loss becomes known after the update
                 action = "warn"
         else:
             return
@@ -267,17 +304,19 @@ class BadSteps:
 
 
 class Window:
-    """The values of the last good steps, on the device: NaN until full, as is the limit."""
+    """The values of the last good steps, on the device; until it is full, the limit is NaN."""
 
     def __init__(self, settings: FaultSection, device: torch.device) -> None:
         self._sigma = settings.spike_sigma
-        self._size = settings.spike_window if settings.spike_sigma > 0 else 0
+        self._size = 0
+        if settings.spike_sigma > 0:
+            self._size = settings.spike_window
         self._values = torch.full((self._size,), math.nan, dtype=torch.float64, device=device)
 
     def judge(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the limit, and whether the value is above it.
 
-        A finite value that is not above enters the window.
+        A finite value that is not above it enters the window.
         """
         mean = self._values.mean()
         limit = mean + self._sigma * (self._values - mean).square().mean().sqrt()
@@ -290,25 +329,6 @@ class Window:
         return [value for value in self._values.tolist() if math.isfinite(value)]
 
     def load(self, values: list[float]) -> None:
-        padded = torch.tensor([math.nan] * self._size + values, dtype=torch.float64)
+        empty = [math.nan] * self._size
+        padded = torch.tensor(empty + values, dtype=torch.float64)
         self._values = padded[len(padded) - self._size :].to(self._values.device)
-
-
-def late_copy(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Copy values to the host, which reads them a step later, without waiting for the device.
-
-    The result returns them once they have arrived.
-    """
-    arrived = None
-    if values.is_cuda:
-        pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-        values = pinned.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-    def read() -> list[float]:
-        if arrived:
-            arrived.synchronize()
-        return [value.item() for value in values]
-
-    return read

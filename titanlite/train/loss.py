@@ -1,7 +1,7 @@
-"""The loss: the sum of token losses over the valid tokens of the whole global batch.
+"""The loss: the mean token loss over the valid tokens of the whole global batch.
 
-The divisor is the same on every rank and for every micro-batch, so that gradients only need
-summing, whatever the mesh, the accumulation, or the spread of the valid tokens.
+Every rank and every micro-batch divides by the same number, so that gradients only need summing,
+whatever the mesh, the accumulation, or the spread of the valid tokens.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def model_loss(
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, its sequences cut into `chunks`.
 
-    `inputs` are its tokens; for the last stage of a pipeline hidden states, and it may run a
-    backward pass in two halves: `runs_again()` is true during the first half.
+    `inputs` are its tokens, or the hidden states of a pipeline's last stage. A stage may split its
+    backward pass into two halves: `runs_again()` is true during the first half.
     """
     if chunks == 1:
         return token_loss(model(inputs, batch.positions, batch.documents), batch.labels)
@@ -63,11 +63,10 @@ def model_loss(
 
 
 def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the same sum where every rank holds a slice of the vocabulary.
+    """Return the same sum when every rank holds a slice of the vocabulary.
 
-    The logits are not gathered.
-
-    (torch's loss_parallel() would have to enclose the backward pass as well.)
+    The logits are not gathered. (torch's loss_parallel() would have to enclose the backward pass as
+    well.)
     """
     (rank,) = logits.device_mesh.get_coordinate() or ()
 
@@ -110,10 +109,10 @@ def _loss_in_chunks(
     hidden: torch.Tensor,
     output: nn.Module,
 ) -> torch.Tensor:
-    """Return the loss of the last hidden states (batch, tokens, dim), one chunk at a time.
+    """Return the loss of the last hidden states (batch, tokens, dim), computed chunk by chunk.
 
     Only one chunk's logits exist at a time. They are computed inside the model's forward pass,
-    through its `head`, where FSDP has gathered the output layer's weight.
+    through its `head`, while FSDP has gathered the output layer's weight.
     """
     for parameter in output.parameters():
         if isinstance(parameter, DTensor):  # tensor parallel: gather the sequence once, then cut it
@@ -138,8 +137,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """The loss of all pieces.
 
     Forward computes the gradients of a piece right after its loss, so that nothing is computed
-    twice, and a piece's logits are freed before the next; backward
-    only scales them, and frees each after its use: the head's is kept in float32.
+    twice, and a piece's logits are freed before the next. Backward only scales the gradients, and
+    frees each after its use; the head's are kept in float32.
     """
 
     @staticmethod
@@ -170,8 +169,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 else:
                     sums[number].add_(gradient)
                 del gradient  # as large as the weight: freed before the next logits are computed
-            hidden_gradients += gradients  # those that are left
-        joined = _join(hidden_gradients) if hidden_gradients else None
+            hidden_gradients += gradients  # hidden's, if it is left
+        joined = None
+        if hidden_gradients:
+            joined = _join(hidden_gradients)
         ctx.gradients = [joined, *sums]
         ctx.runs_again = runs_again
         ctx.is_scaled = False

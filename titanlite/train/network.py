@@ -1,6 +1,4 @@
-"""How fast the ranks reach each other: before the model is built, an all-reduce over each dimension
-of the mesh is timed.
-"""
+"""Time an all-reduce over each dimension of the mesh, before the model is built."""
 
 import os
 import time
@@ -17,16 +15,16 @@ from titanlite.train.rank_facts import RankFacts, agreement, notable
 
 BYTES = 8_000_000
 PROBE = 64
-"""The divisor of a first, shorter transfer."""
+"""A first transfer is this many times smaller."""
 REPEATS = 3
 LONGEST_SECONDS = 0.25
-"""Fewer bytes are sent where a transfer would take longer than this."""
+"""Fewer bytes are sent if a transfer would take longer than this."""
 
 
 def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[RankFacts]) -> list[str]:
-    """Return the lines of the preflight on rank 0, which has the facts, and elsewhere nothing.
+    """Return the preflight's lines on rank 0, which has the facts, and nothing on other ranks.
 
-    A later attempt of a launcher does not time its network again.
+    A launcher's later attempts do not time the network again.
     """
     parts: list[str] = []
     if read_number(os.environ, ATTEMPT, 1) == 1:
@@ -42,8 +40,8 @@ def check_network(mesh: DeviceMesh, device: torch.device, facts: Sequence[RankFa
 def time_groups(mesh: DeviceMesh, device: torch.device) -> list[str]:
     """Return the time of an all-reduce over each dimension and its bandwidth.
 
-    All groups of a dimension run at once, and the slowest counts. The bandwidth is what each rank
-    sends, as nccl-tests counts it."""
+    All groups of a dimension run at once, and the slowest counts. The bandwidth is that of each
+    rank's sends, as in nccl-tests."""
     parts = []
     for name, ranks in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         if ranks == 1:
@@ -59,9 +57,9 @@ def time_groups(mesh: DeviceMesh, device: torch.device) -> list[str]:
 def shortest_time(
     transfer: Callable[[torch.Tensor], object], device: torch.device
 ) -> tuple[int, float]:
-    """Return the bytes that a transfer was given, equal on all ranks, and this rank's best time.
+    """Return the bytes of a transfer, equal on all ranks, and this rank's best time.
 
-    All ranks begin each together.
+    All ranks start each transfer together.
     """
 
     def seconds(part: torch.Tensor) -> float:
@@ -74,11 +72,13 @@ def shortest_time(
 
     data = torch.zeros(BYTES // 4, device=device)
     probe = data[: len(data) // PROBE]
-    seconds(probe)  # connects
+    seconds(probe)  # connects the ranks
     slowest = _largest(seconds(probe), device)
     share = min(1.0, LONGEST_SECONDS / (PROBE * slowest))
     data = data[: max(1, int(share * len(data)))]
-    repeats = REPEATS if slowest < LONGEST_SECONDS else 1
+    repeats = 1
+    if slowest < LONGEST_SECONDS:
+        repeats = REPEATS
     return data.nbytes, min(seconds(data) for _ in range(repeats))
 
 

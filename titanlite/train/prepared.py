@@ -1,5 +1,4 @@
-"""What the checks of a launcher have opened and built: ranks that are forked from it begin with
-it."""
+"""What a launcher's checks have opened and built, for the ranks that are forked from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +7,15 @@ from torch import nn
 
 from titanlite.data.sources import Place, Source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.parallel.build import Converter
-from titanlite.registry import Rule
+from titanlite.parallel.build import Converter, Table
 
 
 @dataclass
 class Prepared:
-    """Each part is the job's own; what is missing, a rank makes itself."""
+    """Parts of a job; a rank builds what is missing."""
 
     tokenizer: Tokenizer | None = None
     sources: dict[Place, Source] = field(default_factory=dict)
     converters: Sequence[Converter] = ()
-    model: tuple[nn.Module, dict[str, Rule]] | None = None
+    model: tuple[nn.Module, Table] | None = None
     """The whole model on the meta device, and its table."""

@@ -1,6 +1,6 @@
 """Facts about each rank, compared before the model is built, and warnings about their hosts.
 
-Facts go to rank 0 in one gather; where they must not differ, all ranks raise the same UserError.
+Facts go to rank 0 in one gather; if any differ that must not, all ranks raise the same UserError.
 """
 
 import os
@@ -29,7 +29,7 @@ from titanlite.runtime.torch_private import nccl_implementation
 K = TypeVar("K")
 CLOCK_SECONDS = 1.0
 FREE_BYTES = 1 << 30
-"""Limits of a warning: clocks of hosts that are so far apart, and less space in the dump folder."""
+"""A warning is given if hosts' clocks are further apart, or the dump folder has less space."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,17 @@ class RankFacts:
     rank: int
     host: str
     config: str
-    """Without the paths that may differ between nodes."""
+    """The config without the paths that may differ between nodes."""
     device: str
     gpu: str
     software: str
     python: str
     revision: str
-    """Of the checkout.
-
-    Empty where unknown, and on all but a host's first rank.
-    """
+    """The checkout's revision; empty if unknown, and on all but a host's first rank."""
     machine: str
     free_bytes: int
     folder: str
-    """A token of the dump folder: hosts that share it have the same."""
+    """Identifies the dump folder: hosts that share it have the same."""
     clock: float
     training: str = ""
     """The fingerprint of the data, once it is open."""
@@ -80,7 +77,7 @@ MUST_BE_EQUAL = {
 def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") -> RankFacts:
     """Return the facts of this rank.
 
-    Call it on all ranks: they read their clocks at the same time.
+    Call it on all ranks, so that they read their clocks at the same time.
     """
     software = f"titanlite {versions()['titanlite']}, torch {torch.__version__}"
     gpu = ""
@@ -94,17 +91,14 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     folder = Path(job.config.job.dump_folder).absolute()
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     system = os.statvfs(folder)
+    paths = r"^(dump_folder|hf_assets_path|dataset_path) = .*$"
+    config = re.sub(paths, "", to_toml(job.given), flags=re.MULTILINE)
     if rank.world > 1:
         dist.barrier()
     return RankFacts(
         rank.rank,
         rank.host,
-        re.sub(
-            r"^(dump_folder|hf_assets_path|dataset_path) = .*$",
-            "",
-            to_toml(job.given),
-            flags=re.MULTILINE,
-        ),
+        config,
         device.type,
         gpu,
         software,
@@ -137,29 +131,30 @@ def require_equal(facts: Sequence[RankFacts], world: int) -> None:
 
 
 def differences(facts: Sequence[RankFacts]) -> list[str]:
-    """Return the facts that must not differ and do, each value with its ranks and hosts."""
+    """Return the facts that differ but must not, each value with its ranks and hosts."""
     lines = []
     for what, name in MUST_BE_EQUAL.items():
         groups = by(attrgetter(name), facts)
         groups.pop("", None)
         (first, *_), *others = groups.values() or [facts]
         found = [f"rank {first.rank} has {_value(what, first, first)}"]
-        found += [
-            f"{named(group)} ha{'s' if len(group) == 1 else 've'} {_value(what, group[0], first)}"
-            for group in others
-        ]
+        for group in others:
+            verb = "have"
+            if len(group) == 1:
+                verb = "has"
+            found.append(f"{named(group)} {verb} {_value(what, group[0], first)}")
         if others:
             lines.append(f"{what} differs between ranks: {', '.join(found)}")
     return lines
 
 
 def _value(what: str, own: RankFacts, first: RankFacts) -> str:
-    """Return a fact; of a config the keys that differ."""
+    """Return a fact's value; for the config, its hash and the keys that differ."""
     if what != "the config":
         return getattr(own, MUST_BE_EQUAL[what])
-    changed = [
-        f"{key}: {change}" for key, change in toml_differences(first.config, own.config).items()
-    ]
+    changed = []
+    for key, change in toml_differences(first.config, own.config).items():
+        changed.append(f"{key}: {change}")
     if not changed:
         return own.config_hash
     shown = changed[:4]
@@ -177,22 +172,29 @@ def by(value_of: Callable[[RankFacts], K], facts: Iterable[RankFacts]) -> dict[K
 
 
 def named(facts: Sequence[RankFacts]) -> str:
-    """Return such as "ranks 0-3, 6 on a, b"."""
+    """Return a phrase such as "ranks 0-3, 6 on a, b"."""
     runs = []
     for _, run in groupby(enumerate(facts), lambda item: item[1].rank - item[0]):
         ranks = [own.rank for _, own in run]
-        runs.append(f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
-    noun = "rank" if len(facts) == 1 else "ranks"
+        span = f"{ranks[0]}"
+        if len(ranks) > 1:
+            span += f"-{ranks[-1]}"
+        runs.append(span)
+    noun = "ranks"
+    if len(facts) == 1:
+        noun = "rank"
     hosts = dict.fromkeys(own.host for own in facts)
     return f"{noun} {', '.join(runs)} on {', '.join(hosts)}"
 
 
 def agreement(facts: Sequence[RankFacts]) -> str:
-    """Return the line of equal facts."""
+    """Return a line with the facts that all ranks agree on."""
     first = facts[0]
     hosts = len({own.host for own in facts})
     ranks = f"{counted(len(facts), 'rank')} on {counted(hosts, 'host')}"
-    revision = f", revision {first.revision[:10]}{first.revision[40:]}" if first.revision else ""
+    revision = ""
+    if first.revision:
+        revision = f", revision {first.revision[:10]}{first.revision[40:]}"
     return (
         f"{ranks} agree: config {first.config_hash}, {first.software}, "
         f"Python {first.python}{revision}"
@@ -219,7 +221,7 @@ def notable(facts: Sequence[RankFacts]) -> list[str]:
         early = clocks[min(clocks)]
         lines.append(
             f"the clock of {late} is {apart:.1f} s ahead of that of {early}, "
-            "as times in their logs will be"
+            "and so are the times in its logs"
         )
     folders = by(lambda own: own.folder, facts)
     if len(folders) > 1:

@@ -1,6 +1,6 @@
 """What a run logs: a line and a record per logged step, validation losses, saves.
 
-Every rank makes a Report, since the loss is reduced over all of them; only rank 0 has sinks.
+Every rank has a Report, since the loss is reduced over all of them; only rank 0 has sinks.
 """
 
 import logging
@@ -18,9 +18,9 @@ from titanlite.checkpoint.saver import PendingSave
 from titanlite.errors import RunFailed, some_of
 from titanlite.observe.clock import StepClock
 from titanlite.observe.memory import memory_tags, peak_memory, retries_warning
-from titanlite.observe.metrics import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.progress import progress_lines
 from titanlite.observe.run_folder import METRICS, describe_run
+from titanlite.observe.sinks import JsonLines, StepRecord, TensorBoard, Values
 from titanlite.observe.throughput import peak_tflops
 from titanlite.observe.trackers import Background, open_trackers
 from titanlite.optim.build import TrainedParam
@@ -53,8 +53,8 @@ class Report:
         self.validation_seconds = 0.0
 
     def open_sinks(self, seed: int, step: int) -> None:
-        """Describe the run in its folder and open the sinks; files drop records after `step`, for
-        which they are opened again.
+        """Describe the run in its folder and open the sinks, or open them again; files drop records
+        after `step`.
         """
         if self.rank_info.rank == 0:
             config = self.job.config
@@ -68,10 +68,12 @@ class Report:
             self.trackers = self.trackers or open_trackers(config, self.log, after=step)
 
     def name_unused(self, trained: Sequence[TrainedParam]) -> None:
-        """Warn of parameters that no gradient has reached in the first step."""
+        """Warn about parameters that got no gradient in the first step."""
         names = [item.name for item in trained if item.parameter.grad is None]
         if names:
-            self.log.warning(f"forward does not use these, which get no gradient:{some_of(names)}")
+            self.log.warning(
+                f"these get no gradient, as forward does not use them:{some_of(names)}"
+            )
 
     def is_logged(self, step: int) -> bool:
         """Whether this step is logged: the first, every metrics.log_freq-th and the last."""
@@ -87,7 +89,7 @@ class Report:
         valid_tokens: Tensor,
         balance: ExpertLoad,
     ) -> None:
-        """Take the step's time, and log the step if due: only there the host waits for the device.
+        """Time the step, and log it if due: only then the host waits for the device.
 
         `tokens` counts from the start of the run; `loss` and `valid_tokens` are this rank's.
         """
@@ -102,7 +104,6 @@ class Report:
         memory, memory_percent = peak_memory(self.device)
         tps = job.batch.total * job.config.training.seq_len / clock.seconds / job.layout.world
         tflops = tps * self.flops_per_token / 1e12
-        mfu = 100 * tflops / self.peak if self.peak else None
         record = StepRecord(
             step=step,
             loss=global_loss,
@@ -112,7 +113,7 @@ class Report:
             tokens=tokens,
             tps=tps,
             tflops=tflops,
-            mfu=mfu,
+            mfu=self._mfu(tflops),
             step_seconds=clock.seconds,
             step_seconds_p50=clock.percentile(50),
             step_seconds_p95=clock.percentile(95),
@@ -128,6 +129,12 @@ class Report:
         self._write(step, asdict(record) | of_experts, tags)
         clock.restart()
 
+    def _mfu(self, tflops: float) -> float | None:
+        """Return the percentage of the device's peak, if that is known."""
+        if self.peak:
+            return 100 * tflops / self.peak
+        return None
+
     def _warn_of_retries(self, tags: Values) -> None:
         retries = tags.get("memory/num_alloc_retries", 0.0)  # a CPU has no such allocator
         warning = retries_warning(retries, self.retries)
@@ -136,15 +143,17 @@ class Report:
         self.retries = retries
 
     def _seconds_left(self, step: int) -> float:
-        """Return the time of the steps and validations that are left."""
+        """Return the time that the remaining steps and validations take."""
         a_step = self.clock.seconds
         cost = self.validation
         a_validation = self.validation_seconds or cost.steps * a_step
-        left = cost.left(step, self.job) if self.job.config.validation.enable else 0
+        left = 0
+        if self.job.config.validation.enable:
+            left = cost.left(step, self.job)
         return (self.job.config.training.steps - step) * a_step + left * a_validation
 
     def begin_validation(self) -> Callable[[int], None]:
-        """Return a function that logs how far a validation is, called with each batch's number."""
+        """Return a function that logs a validation's progress when called with a batch's number."""
         self.validation_began = time.monotonic()
         total = self.validation.batches
         show = progress_lines(self.log.info, "validation: ", "batches")
@@ -160,14 +169,14 @@ class Report:
         self._write(step, values, {f"bad_steps/{name}": value for name, value in values.items()})
 
     def log_saves(self, records: list[PendingSave]) -> None:
-        """Record what committed saves cost, and empty the list."""
+        """Record what the committed saves cost, and empty the list."""
         while records:
             save = records.pop(0)
-            values = {f"checkpoint_{name}_seconds": seconds for name, seconds in save.costs.items()}
-            tags = {
-                f"time_metrics/checkpoint_{name}(s)": seconds
-                for name, seconds in save.costs.items()
-            }
+            values = {}
+            tags = {}
+            for name, seconds in save.costs.items():
+                values[f"checkpoint_{name}_seconds"] = seconds
+                tags[f"time_metrics/checkpoint_{name}(s)"] = seconds
             self._write(save.step, values, tags)
             grace = self.job.config.fault.grace_seconds
             written = save.costs["write"]
@@ -178,7 +187,7 @@ class Report:
                 )
 
     def _write(self, step: int, values: Values, tags: Values) -> None:
-        """Record numbers. A disk without room for them ends the run only if a failed save would."""
+        """Record numbers. A full disk ends the run only if a failed save would."""
         for tracker in self.trackers:
             tracker.write(step, tags)
         for sink in self.sinks:

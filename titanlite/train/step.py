@@ -1,7 +1,7 @@
-"""One training step: forward, backward, gradient norm, update. It needs no data, log or checkpoint.
+"""One training step: forward, backward, gradient norm, update; without data, logs or checkpoints.
 
-A caller takes a step by `forward_backward`, `clip_gradients` and `update` in this order; stopping,
-logging and saving are left to the trainer.
+A caller takes a step with `forward_backward`, `clip_gradients` and `update`, in this order;
+stopping, logging and saving are left to the trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from titanlite.train.forward import ModelRunner
 
 @dataclass
 class StepRunner:
-    """Take training steps with the parts of a model on this rank."""
+    """Takes training steps with the parts of a model on this rank."""
 
     context: Context
     model: ModelRunner
@@ -40,7 +40,7 @@ class StepRunner:
         self.after_backward = self._sums_of_gradients()
 
     def _sums_of_gradients(self) -> list[Callable[[], None]]:
-        """Return what the techniques that are on do once a backward pass has ended, in order."""
+        """Return what the enabled techniques do after a backward pass, in order."""
         sums: list[Callable[[], None]] = []
         if self.context.job.layout.tp > 1:
             sums.append(partial(tensor_parallel.sum_gradients, self.parameters))
@@ -60,7 +60,7 @@ class StepRunner:
 
         Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
         """
-        # At least one: a batch without any has no loss.
+        # At least one, so that a batch without valid tokens has a loss of 0.
         total = self.model.gradients(step, micro_batches, valid_tokens.clamp(min=1))
         for sum_gradients in self.after_backward:
             sum_gradients()
@@ -79,7 +79,7 @@ class StepRunner:
     def update(self, step: int, norm: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
         """Update the weights at this step's learning rate, and free the gradients.
 
-        The biases of routers change too, unless the norm is not finite. Where `skipped` is true,
+        The biases of routers change too, unless the norm is not finite. If `skipped` is true,
         nothing changes.
         """
         for group in self.optimizer.param_groups:
@@ -97,6 +97,6 @@ class StepRunner:
         self.notify_converters()
 
     def notify_converters(self) -> None:
-        """Run each converter's update for new weights."""
+        """Tell each converter that the weights have changed."""
         for converter in self.context.converters:
             converter.after_optimizer_step(self.model.parts)

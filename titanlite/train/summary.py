@@ -13,10 +13,9 @@ from titanlite.config.section import value_of
 from titanlite.config.toml import flatten, toml_value, tomllib
 from titanlite.errors import counted, format_bytes
 from titanlite.observe.run_folder import versions
-from titanlite.optim import implementation, optimizer_bytes, trained_parameters
+from titanlite.optim import optimizer_bytes, optimizer_title, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.dtensor import local_part
-from titanlite.registry import get_optimizer
 from titanlite.runtime.distributed import gather_objects
 from titanlite.train.trainer import Trainer
 
@@ -25,42 +24,38 @@ _ROLE_NAMES = {"column": "matrices", "row": "matrices", "replicated": "other", "
 
 
 def describe_start(trainer: Trainer) -> list[str]:
-    """Return the lines: numbers of the whole model, memory of the rank that needs most.
+    """Return the lines: numbers of the whole model, and memory of the rank that needs most.
 
     Call it on all ranks.
     """
     job = trainer.job
     config = trainer.job.config
     training = config.training
-    optimizer = config.optimizer
-    unused = get_optimizer(optimizer.name, config.model.package).unused
-    how = "" if "implementation" in unused else f" ({implementation(optimizer)})"
-    whole = trained_parameters(
-        [trainer.model], trainer.report.context.table, job.spec.blocks, optimizer.no_decay
-    )
-    decayed = sum(item.decays for item in whole)
-    installed = versions()
-    rows = {
-        "titanlite": f"{installed['titanlite']}, torch {torch.__version__}, "
-        f"Python {installed['python']}",
-        "model": _describe_model(trainer),
-        "device": _describe_device(trainer),
-        "mesh": str(job.layout),
-        **({"pipeline": headline(job.stages)} if job.layout.pp > 1 else {}),
-        "batch": _describe_batch(trainer),
-        "data": _describe_data(trainer),
-        **({"validation": _describe_validation(trainer)} if config.validation.enable else {}),
-        "compute": f"{trainer.report.flops_per_token:,} FLOPs per token, "
-        f"{training.mixed_precision_param} (parameters {training.dtype}, "
-        f"reduction {training.mixed_precision_reduce})",
-        "memory": _describe_memory(trainer),
-        "optimizer": f"{optimizer.name}{how}, weight decay {optimizer.weight_decay:g} "
-        f"on {decayed} tensors, none on {len(whole) - decayed}",
-        "seed": f"{trainer.seed}"
-        + (", deterministic algorithms" if config.debug.deterministic else ""),
-    }
+    rows = {}
     if config.job.description:
-        rows = {"run": config.job.description, **rows}
+        rows["run"] = config.job.description
+    installed = versions()
+    python = installed["python"]
+    rows["titanlite"] = f"{installed['titanlite']}, torch {torch.__version__}, Python {python}"
+    rows["model"] = _describe_model(trainer)
+    rows["device"] = _describe_device(trainer)
+    rows["mesh"] = str(job.layout)
+    if job.layout.pp > 1:
+        rows["pipeline"] = headline(job.stages)
+    rows["batch"] = _describe_batch(trainer)
+    rows["data"] = _describe_data(trainer)
+    if config.validation.enable:
+        rows["validation"] = _describe_validation(trainer)
+    rows["compute"] = (
+        f"{trainer.report.flops_per_token:,} FLOPs per token, "
+        f"{training.mixed_precision_param} (parameters {training.dtype}, "
+        f"reduction {training.mixed_precision_reduce})"
+    )
+    rows["memory"] = _describe_memory(trainer)
+    rows["optimizer"] = _describe_optimizer(trainer)
+    rows["seed"] = f"{trainer.seed}"
+    if config.debug.deterministic:
+        rows["seed"] += ", deterministic algorithms"
     lines = [f"{name:<10} {text}" for name, text in rows.items()]
     changes = [*job.remarks, _dear_validation(trainer), _rate_change(trainer.resume, config)]
     if config.compile.enable:
@@ -68,15 +63,30 @@ def describe_start(trainer: Trainer) -> list[str]:
     return [*lines, *trainer.notes, *filter(None, changes)]
 
 
+def _describe_optimizer(trainer: Trainer) -> str:
+    job = trainer.job
+    settings = job.config.optimizer
+    name = optimizer_title(job.config)
+    table = trainer.report.context.table
+    whole = trained_parameters([trainer.model], table, job.spec.blocks, settings.no_decay)
+    decayed = sum(item.decays for item in whole)
+    decay = f"weight decay {settings.weight_decay:g} on {decayed} tensors"
+    return f"{name}, {decay}, none on {len(whole) - decayed}"
+
+
 def _describe_memory(trainer: Trainer) -> str:
-    """Return the state of the rank that needs most."""
+    """Return the memory for model and optimizer on the rank that needs most."""
     config = trainer.job.config
-    parameters = [p for part in trainer.parts for p in part.parameters()]
+    parameters = []
+    for part in trainer.parts:
+        parameters.extend(part.parameters())
     sizes = [local_part(p).numel() * p.element_size() for p in parameters]
     gradients = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     own = sum(sizes), gradients, optimizer_bytes(trainer.runner.trained, config)
     most = max(gather_objects(own, dist.group.WORLD), key=sum)
-    where = "per rank, in host memory" if config.training.enable_cpu_offload else "per rank"
+    where = "per rank"
+    if config.training.enable_cpu_offload:
+        where = "per rank, in host memory"
     shown = "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, most))
     if config.training.offload_folder:
         shown += f", this in {config.training.offload_folder}"
@@ -84,7 +94,7 @@ def _describe_memory(trainer: Trainer) -> str:
 
 
 def _rate_change(resume: Resume, config: JobConfig) -> str:
-    """Return a line about a learning rate that changes by more than twice where a run resumes."""
+    """Return a line about a learning rate that changes more than twofold where a run resumes."""
     if resume.foreign or not (resume.continues and resume.folder):
         return ""
     keys = [key for key in KEYS if key.startswith((*_OF_RATES, "lr_scheduler."))]
@@ -146,12 +156,16 @@ def _describe_data(trainer: Trainer) -> str:
     mixture = " + ".join(
         f"{part.weight:g} {part.dataset_path or part.dataset}" for part in training.mixture
     )
-    windows = "streamed, windows" if data.samples is None else counted(data.samples, "window")
+    windows = "streamed, windows"
+    if data.samples is not None:
+        windows = counted(data.samples, "window")
     parts = [mixture or training.dataset, f"{windows} of {training.seq_len:,} tokens"]
     if data.samples is not None and not mixture:
         steps = round(data.samples / trainer.job.batch.total)
-        some = counted(steps, "step") if steps else "less than a step"
-        parts.append(f"{some} an epoch")
+        per_epoch = "less than a step"
+        if steps:
+            per_epoch = counted(steps, "step")
+        parts.append(f"{per_epoch} an epoch")
     return ", ".join([*parts, f"fingerprint {data.fingerprint}"])
 
 
@@ -159,7 +173,9 @@ def _describe_validation(trainer: Trainer) -> str:
     cost = trainer.report.validation
     job = trainer.job
     freq = min(job.config.validation.freq, job.config.training.steps)
-    every = f"every {freq:,} steps" if freq > 1 else "after each step"
+    every = "after each step"
+    if freq > 1:
+        every = f"every {freq:,} steps"
     size = f"{cost.windows:,} windows of {job.validation_seq_len:,} tokens"
     share = f"about {cost.steps / (cost.steps + freq):.0%} of the work"
     return f"{size} in {cost.batches:,} batches a rank, {every}, {share}"

@@ -1,6 +1,6 @@
-"""The trainer builds everything in order and runs the loop; `train_step` reads top to bottom.
+"""The trainer: build everything in order and run the loop; `train_step` reads top to bottom.
 
-The computation of a step is left to step.py, and the log to report.py.
+step.py computes a step, and report.py logs it.
 """
 
 import gc
@@ -66,7 +66,7 @@ class RunData:
     rank_slice: RankSlice
     training: Windows | Stream
     held_out: Windows | Stream | None
-    """The data of validation if enabled, and what loads it."""
+    """The data of validation, and its loader; None if validation is off."""
     validation_loader: Loader | None
 
     def add_to(self, facts: RankFacts) -> RankFacts:
@@ -78,7 +78,7 @@ class RunData:
 
 @dataclass(eq=False)
 class Trainer:
-    """A run of a job on this rank, between two steps: what moves it, and how far it is."""
+    """A job's run on this rank: its parts, and the step it has reached."""
 
     job: Job
     rank_info: RankInfo
@@ -91,25 +91,25 @@ class Trainer:
     """The checkpoint that the run starts from."""
     data: RunData
     model: nn.Module
-    """The whole model on the meta device; with one pipeline stage this rank's part of it."""
+    """The whole model on the meta device; without a pipeline, the one that this rank trains."""
     notes: list[str]
-    """Lines about the techniques that were applied."""
+    """Lines about the techniques applied."""
     runner: StepRunner
     state: TrainingState
     report: Report
     guard: StepGuard
     stopped: bool = False
     batches: BatchPrefetcher = field(init=False)
-    """Read from the first step on."""
+    """Set when the first step starts to read."""
     thaws: ClassVar[bool] = True
-    """The heap, at a run's end; a process of many runs has frozen its imports."""
+    """Whether to unfreeze the heap at the end; a process of many runs keeps its imports frozen."""
 
     def __post_init__(self) -> None:
         self.step = self.resume.position.step
         self.tokens = self.resume.position.tokens
-        """Trained on since the beginning of the run."""
+        """Tokens trained on since the beginning of the run."""
         self.consumed = self.resume.consumed
-        """The samples of the data that were read."""
+        """Samples read from the data."""
 
     @classmethod
     def start(
@@ -121,29 +121,29 @@ class Trainer:
         stop: Stop | None = None,
         prepared: Prepared | None = None,
     ) -> T:
-        """Build a run; the process group must exist. Each step's place has its reason."""
+        """Build a run; the process group must exist. Order matters here; the comments say why."""
         config = job.config
         prepared = prepared or Prepared()
         mesh, own_facts = _connect(job, rank_info, device, log)
         checkpoints = CheckpointFolder(job, rank_info, log)  # refuses an unusable folder
         saver = Saver(checkpoints, device)
         resume, seed = _find_start(checkpoints)
-        data = _open_data(job, rank_info.rank, seed, prepared)  # wrong data is refused at once
+        data = _open_data(job, rank_info.rank, seed, prepared)  # refuses wrong data early
         compare(data.add_to(own_facts), rank_info.world)
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
-        report = _build_report(context, model, data, rank_info, log)  # of the model as it is
+        report = _build_report(context, model, data, rank_info, log)  # counts the unchanged model
         is_filled = resume.continues and not resume.exclude  # by the checkpoint
         initial_seed = None if is_filled else seed
         parts, notes = build_parts(model, context, initial_seed)
-        # The groups of the mesh and of FSDP2 start with torch's own 30 minutes.
+        # The groups of the mesh and of FSDP2 start with torch's default of 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
         runner = _build_step_runner(context, parts, seed, rank_info.rank)
-        # The last change of the weights: replicas are compared after it.
+        # The last change to the weights: it compares replicas afterwards.
         state = _restore(checkpoints, resume, runner)
         guard = StepGuard(config.fault, device, job.layout.tp, report.log_bad_step)
         guard.load_state_dict(resume.guard)
-        # Last: it drops records after this step, which a start that fails must not do.
+        # Last, since it drops records after this step, which a failing start must not do.
         report.open_sinks(seed, resume.position.step)
         return cls(
             job=job,
@@ -198,7 +198,7 @@ class Trainer:
         self.close()
 
     def _start_reading(self) -> None:
-        """Start to read batches, from the sample after those consumed."""
+        """Start to read batches, from the first sample not consumed."""
         settings = self.job.config.training.dataloader
         data = self.data.training
         rank_slice = self.data.rank_slice
@@ -237,7 +237,7 @@ class Trainer:
 
     def _shorten_timeouts(self) -> None:
         """Set the collectives' timeout for running, after the first step."""
-        dist.barrier()  # all ranks must finish compiling before the shorter timeout applies
+        dist.barrier()  # the shorter timeout applies only after all ranks have compiled
         limit = longest_limit(self.job.config)
         set_collective_timeout(limit, excluded=self.checkpoints.group)
 
@@ -297,8 +297,10 @@ class Trainer:
 
     @phase("validation")
     def validate(self) -> bool:
-        """Log the loss on held-out data; return False if a request to stop came first."""
-        should_stop = self._any_stop_request if self.job.config.checkpoint.enable else None
+        """Log the loss on held-out data; return False if a stop request came first."""
+        should_stop = None
+        if self.job.config.checkpoint.enable:
+            should_stop = self._any_stop_request
         with self.report.clock.paused("validation"):
             show = self.report.begin_validation()
             assert self.data.validation_loader is not None
@@ -315,7 +317,7 @@ class Trainer:
         return True
 
     def _any_stop_request(self) -> bool:
-        """Return whether any rank has a request to stop."""
+        """Return whether any rank has a stop request."""
         requested = bool(self.stop.reason)
         requests = torch.full((), requested, dtype=torch.int64, device=self.runner.context.device)
         dist.all_reduce(requests)
@@ -340,7 +342,7 @@ class Trainer:
     def roll_back(self, spike: Spike) -> None:
         """Restore the checkpoint before a spike.
 
-        The data position is kept, so that the samples before the spike are not seen again.
+        The data position stays, so that the samples around the spike are not seen again.
         """
         self.log.warning(str(spike))
         self.saver.finish_save()
@@ -355,7 +357,7 @@ class Trainer:
         self.report.clock.restart()
 
     def show_sample(self) -> None:
-        """Log text that the model generates."""
+        """Log a sample that the model generates."""
         job = self.job
         settings = job.config.generate
         text = generate(self.runner.model, self.data.tokenizer, settings, job.positions, self.seed)
@@ -375,15 +377,15 @@ class Trainer:
 def _connect(
     job: Job, rank_info: RankInfo, device: torch.device, log: logging.Logger
 ) -> tuple[Mesh, RankFacts]:
-    """Return the mesh, whose groups connect all that follows, and the facts of this rank."""
+    """Return the mesh, whose groups all later communication uses, and the facts of this rank."""
     if job.config.debug.deterministic:  # before the first operation
         use_deterministic_algorithms()
     own_facts = facts_of(job, rank_info, device)
-    # Before groups: ranks that differ would make different ones.
+    # Before the groups, since ranks that differ would create different ones.
     facts = compare(own_facts, rank_info.world)
     mesh = build_mesh(job.layout, device.type)
     if job.config.fault.preflight and rank_info.world > 1:
-        # Over these groups, before a slow one costs hours.
+        # Time these groups now, before a slow one costs hours.
         for line in check_network(mesh.world, device, facts):
             log.info(line)
     return mesh, own_facts
@@ -401,13 +403,13 @@ def _find_start(checkpoints: CheckpointFolder) -> tuple[Resume, int]:
 
 
 def _show_on_page(step: int) -> None:
-    """Say that the run goes on after a step."""
+    """Show on this rank's page that the run continues after a step."""
     OWN_PAGE.completed = step
     OWN_PAGE.saved = step
 
 
 def _open_data(job: Job, rank: int, seed: int, prepared: Prepared) -> RunData:
-    """Open the data of a rank: of training, and of validation if enabled."""
+    """Open a rank's training data, and its validation data if enabled."""
     tokenizer = prepared.tokenizer or open_tokenizer(job)
     rank_slice = RankSlice(
         coordinate=job.layout.batch_coordinate(rank),
@@ -431,7 +433,7 @@ def _open_data(job: Job, rank: int, seed: int, prepared: Prepared) -> RunData:
 def _build_model(
     job: Job, mesh: Mesh, device: torch.device, prepared: Prepared
 ) -> tuple[nn.Module, Context]:
-    """Return the whole model on the meta device, and the input of techniques."""
+    """Return the whole model on the meta device, and the context of the techniques."""
     model, table = prepared.model or build_model(job)
     check_trained(model, job.config.optimizer.no_decay)
     converters = prepared.converters or build_converters(job)
@@ -459,7 +461,7 @@ def _build_report(
 def _build_step_runner(
     context: Context, parts: Sequence[nn.Module], seed: int, rank: int
 ) -> StepRunner:
-    """Return what takes the steps of this rank's parts of the model, with their optimizer."""
+    """Return the runner of steps for this rank's parts of the model, with their optimizer."""
     job = context.job
     no_decay = job.config.optimizer.no_decay
     trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
@@ -474,7 +476,9 @@ def _restore(checkpoints: CheckpointFolder, resume: Resume, runner: StepRunner) 
     parts = runner.model.parts
     optimizer = runner.optimizer
     pp = context.mesh.pp
-    stages = pp.get_group() if pp else None
+    stages = None
+    if pp:
+        stages = pp.get_group()
     state = TrainingState(parts, optimizer, context.table, stages)
     source.restore(checkpoints, resume, state)
     checkpoints.check_space(state)

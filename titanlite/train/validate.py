@@ -25,13 +25,13 @@ class Cost:
     """What a validation reads."""
 
     batches: int = 0
-    """Of each rank."""
+    """Batches of each rank."""
     windows: int = 0
     tokens: int = 0
     steps: float = 0.0
-    """Training steps of as much work: a forward pass is a third of a step's."""
+    """Training steps of the same work: a forward pass is a third of a step."""
     between: int = 0
-    """Tokens that are trained on from one validation to the next."""
+    """Tokens trained on from one validation to the next."""
 
     @classmethod
     def of(cls, job: Job, loader: Any) -> "Cost":
@@ -51,7 +51,7 @@ class Cost:
         return cls(batches, windows, tokens, tokens / step / 3, between)
 
     def left(self, step: int, job: Job) -> int:
-        """Return how many validations come after a step, and after those behind it."""
+        """Return how many validations are left, starting with this step's."""
         freq = job.config.validation.freq
         last = job.config.training.steps
         return last // freq - (step - 1) // freq + (last % freq > 0)
@@ -66,11 +66,11 @@ def validation_loss(
 ) -> float | None:
     """Return the mean token loss over a loader's batches, which are the same every time.
 
-    Sequences are cut into `chunks`. All ranks call `should_stop` in every 8th batch; once it is
-    true, the result is None. `show` is called with the number of each batch.
+    Sequences are cut into `chunks`. All ranks call `should_stop` every 8th batch; once it is true,
+    the result is None. `show` is called with the number of each batch.
 
-    The set need not divide among the ranks: windows beyond its end have no valid token, so that all
-    ranks run out together.
+    The data need not divide evenly among the ranks: windows beyond its end have no valid token, so
+    that all ranks run out together.
     """
     share = runner.share
     last_loss = partial(model_loss, chunks=chunks)
@@ -79,7 +79,7 @@ def validation_loss(
     abandoned = False
     with evaluating(runner):
         for number, batch in enumerate(batches, start=1):
-            OWN_PAGE.enter("validation")  # each batch is progress: a long validation is no hang
+            OWN_PAGE.enter("validation")  # each batch is progress, so a long validation is no hang
             if should_stop and number % 8 == 0 and should_stop():
                 abandoned = True
                 break
@@ -87,7 +87,7 @@ def validation_loss(
             batch = take(runner, batch)
             valid = count_valid(batch.labels)
             loss = runner.evaluate(batch, last_loss)
-            if loss is not None:  # only a pipeline's last stage has one
+            if loss is not None:  # in a pipeline only the last stage has one
                 totals += torch.stack([loss.double(), valid])
     batches.close()
     if abandoned:

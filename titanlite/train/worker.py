@@ -1,4 +1,4 @@
-"""Run one rank: read its job, train, write what went wrong where the launcher looks for it."""
+"""Run one rank: read its job, train, and write errors where the launcher looks for them."""
 
 import errno
 import json
@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from titanlite.observe.memory import REMEDY
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ranks
 from titanlite.runtime.distributed import pick_device, process_group
-from titanlite.runtime.page import OWN_PAGE
+from titanlite.runtime.page import OWN_PAGE, EarlyExit
 from titanlite.runtime.parent import exit_with_parent
 from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG
 from titanlite.runtime.store import LocalPath
@@ -44,27 +45,28 @@ def main(
     task: Callable[[Job, RankInfo, dict[str, str]], None] | None = None,
     prepared: Prepared | None = None,
 ) -> int:
-    """Train or do another task; return its exit code: 2 for a user's mistake, 1 for a run that
-    failed or a bug, 75 or 76 for one that stopped on request (below a launcher 0 and a file).
+    """Train or do another task, and return the exit code: 2 for a user's mistake, 1 for a failed
+    run or a bug, 75 or 76 for a stop on request (under a launcher 0 and a file).
     """
     environ = dict(os.environ)
     if environ.get(LAUNCHED) != str(os.getppid()):
-        launcher = environ.pop(LAUNCHED, "")  # inherited, such as by torchrun in a launched run
+        launcher = environ.pop(LAUNCHED, "")  # inherited, e.g. by torchrun in a launched run
         if launcher and not Path(f"/proc/{launcher}").exists() and Path("/proc/self").exists():
-            return FAILED  # it was killed before this rank came so far
+            return FAILED  # the launcher was killed before this rank got here
     if LAUNCHED in environ:
         os.dup2(2, 1)  # one log file for both streams
-        # A killed launcher stops no rank; ranks that stay occupy GPUs and write into the next run's
-        # folder.
+        # A killed launcher stops no rank, and ranks that stay alive occupy GPUs and write into the
+        # next run's folder.
         notice = "launcher exited; stopping this rank"
         exit_with_parent(pid=int(environ[LAUNCHED]), notice=notice)
     stop: Stop | None = None
     try:
-        if LAUNCHED not in environ:  # otherwise the launcher did this
-            check_torch()
+        if LAUNCHED in environ:
+            argv = ["--config", environ[RESOLVED_CONFIG]]
+        else:
+            check_torch()  # otherwise the launcher did this
         rank = rank_info(environ)
-        source = ["--config", environ[RESOLVED_CONFIG]] if LAUNCHED in environ else argv
-        loaded = load(parse_command_line(source, environ))
+        loaded = load(parse_command_line(argv, environ))
         choice = environ[DEVICE] if LAUNCHED in environ else loaded.config.job.device
         device = pick_device(choice, rank.local_rank)
         job = job_from(loaded, world=rank.world, training=True, device=device.type)
@@ -97,15 +99,16 @@ def _in_one_line(error: BaseException) -> BaseException:
     # In the first step it would happen again.
     is_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
     if is_memory and OWN_PAGE.step == OWN_PAGE.first_step:
-        where = f"step {OWN_PAGE.step}" if OWN_PAGE.step else "the start"
+        where = "the start"
+        if OWN_PAGE.step:
+            where = f"step {OWN_PAGE.step}"
         return RunFailed(f"{where} does not fit; {REMEDY}: {first_line(error)}")
     return error
 
 
 def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
-    """Write the error in the elastic agent's format, with the time to the microsecond: torch's own
-    handler writes whole seconds, but the ranks that only lost a peer fail within milliseconds of
-    the first.
+    """Write the error in the elastic agent's format, with the time in microseconds: torch's handler
+    writes whole seconds, but ranks that merely lost a peer fail within milliseconds of the first.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -116,7 +119,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "timestamp": str(int(now)),
         "time": now,
         "step": OWN_PAGE.step,
-        "is_user_error": isinstance(error, UserError),  # one line is enough, without the traceback
+        "is_user_error": isinstance(error, UserError),  # needs one line, and no traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
     LocalPath(path).put(json.dumps(content).encode())
@@ -130,7 +133,7 @@ def run(
     stop: Stop,
     prepared: Prepared | None,
 ) -> int:
-    """Train a valid job on this rank; return its exit code."""
+    """Train a valid job on this rank, and return the exit code."""
     config = job.config
     folder = Path(job.config.job.dump_folder)
     # Otherwise nothing can be saved, and a signal ends this rank at once.
@@ -138,18 +141,12 @@ def run(
         stop.listen()
     _check_float8(job, device)  # under torchrun no launcher has checked it
     with process_group(rank, device, config.comm, folder, environ):
-        messages = ["", ""]
+        finished = ""
+        notice = ""
         if LAUNCHED not in environ:  # otherwise the launcher did this
-            look = partial(status.look, config) if rank.rank == 0 else str
-            run_on_all_ranks(dist.group.WORLD, "checkpoint.folder", look, UserError)
-            finished = status.finished_message(config) if rank.rank == 0 else ""
-            take = rank.rank == 0 and not finished
-            start = partial(status.take_folder, job.given) if take else str
-            messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
-            dist.broadcast_object_list(messages)
+            finished, notice = _take_folder(job, rank)
         elif rank.rank == 0:
             lock.join(folder / lock.RUN_LOCK)
-        finished, notice = messages
         log = open_log(folder, rank.rank, LAUNCHED in environ, rank.rank in shown_ranks(environ))
         if finished or notice:
             log.info(finished or notice)
@@ -165,14 +162,38 @@ def run(
             log.info(line)
         trainer.train()
         if LAUNCHED not in environ and rank.rank == 0:  # otherwise the launcher does this
-            log.info(_recorded_end(config, stop if trainer.stopped else None))
+            left = stop.left() if trainer.stopped else None
+            log.info(_recorded_end(config, left))
         OWN_PAGE.enter("end")
     heart.end()
-    return stop.leave() if trainer.stopped else OK
+    if trainer.stopped:
+        return stop.leave()
+    return OK
+
+
+def _take_folder(job: Job, rank: RankInfo) -> list[Any]:
+    """Take the dump folder for a run without a launcher.
+
+    Return on all ranks a message if the run is finished already, and one about what was in the
+    folder.
+    """
+    look: Callable[[], object] = str
+    start: Callable[[], str] = str
+    if rank.rank == 0:
+        look = partial(status.look, job.config)
+    run_on_all_ranks(dist.group.WORLD, "checkpoint.folder", look, UserError)
+    finished = ""
+    if rank.rank == 0:
+        finished = status.finished_message(job.config)
+        if not finished:
+            start = partial(status.take_folder, job.given)
+    messages = [finished, run_on_all_ranks(dist.group.WORLD, "the start", start, UserError)]
+    dist.broadcast_object_list(messages)
+    return messages
 
 
 def _check_float8(job: Job, device: torch.device) -> None:
-    """Refuse float8 on a GPU that cannot compute in it."""
+    """Refuse float8 on a GPU that does not support it."""
     if device.type == "cuda" and job.config.quantize.linear.float8.enable:
         from titanlite.parallel import float8
 
@@ -187,11 +208,14 @@ def _record_begin(folder: Path, trainer: Trainer, launched: bool) -> None:
     record_event(folder, "begin", mesh=str(trainer.job.layout), step=trainer.step)
 
 
-def _recorded_end(config: JobConfig, stop: Stop | None) -> str:
-    """Record how a run without the launcher ended, by its last step or a stop; return its last
+def _recorded_end(config: JobConfig, left: EarlyExit | None) -> str:
+    """Record how a run without a launcher ended, by its last step or a stop; return its last
     lines.
     """
-    end = describe_stop(config, stop.left()) if stop else ""
-    how = events.STOPPED if stop else events.DONE
-    record_event(Path(config.job.dump_folder), "stop", how=how, why=end)
-    return f"\ntitanlite: {end}" if stop else describe_end(config)
+    folder = Path(config.job.dump_folder)
+    if left is None:
+        record_event(folder, "stop", how=events.DONE, why="")
+        return describe_end(config)
+    end = describe_stop(config, left)
+    record_event(folder, "stop", how=events.STOPPED, why=end)
+    return f"\ntitanlite: {end}"

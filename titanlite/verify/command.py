@@ -1,5 +1,5 @@
-"""`titanlite verify`: check that a model trains on every mesh and with every technique as in one
-process.
+"""`titanlite verify`: check that a model trains the same on every mesh, with every technique, as in
+one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.options import declare, positive_int
-from titanlite.errors import UserError
+from titanlite.errors import UserError, counted
 from titanlite.observe.progress import track
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.table import (
@@ -79,11 +79,10 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run the table's rows, or those of --only."""
     if arguments.out and not arguments.full:
         raise UserError("--out is the page that --full writes: remove it, or add --full")
-    given = [
-        name
-        for name in ("only", "beyond", "full", "device")
-        if getattr(arguments, name) not in (None, False)
-    ]
+    given = []
+    for option in ("only", "beyond", "full", "device"):
+        if getattr(arguments, option) not in (None, False):
+            given.append(option)
     if len(given) > 1 and given != ["only", "device"]:
         raise UserError(
             f"--{given[0]} and --{given[-1]} each select rows of a table: remove --{given[-1]}"
@@ -91,7 +90,9 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.ranks and not arguments.device:
         raise UserError("--ranks is the limit of --device's table: add --device cuda, or remove it")
     arguments.resumable = arguments.full
-    name = [f"--model.name={arguments.model}"] if arguments.model else []
+    name = []
+    if arguments.model:
+        name = [f"--model.name={arguments.model}"]
     model = read_model([*overrides, *name], os.environ)
     every = table(model)
     if arguments.device:
@@ -109,19 +110,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def first_rows(rows: Rows) -> Rows:
-    """Return the rows that run without options: of each further layout, and of inductor, the first
-    only.
+    """Return the rows that run without options, among them only the first of each further layout
+    and of inductor.
     """
     first = {_further(row): number for number, row in reversed(rows.items())}
-    return {
-        number: row
-        for number, row in rows.items()
-        if not _further(row) or first[_further(row)] == number
-    }
+    found = {}
+    for number, row in rows.items():
+        if not _further(row) or first[_further(row)] == number:
+            found[number] = row
+    return found
 
 
 def further_rows(rows: Rows) -> Rows:
-    """Return the rows that only --beyond runs, and the first of each kind."""
+    """Return all rows of the further layouts and of inductor."""
     return {number: row for number, row in rows.items() if _further(row)}
 
 
@@ -129,17 +130,21 @@ def _further(row: Row) -> str:
     """Return the expensive group of a row (a further layout, or inductor), or an empty string."""
     if row.extra:
         return ""
-    return row.layout if row.layout in BEYOND else row.compile if row.compile == "inductor" else ""
+    if row.layout in BEYOND:
+        return row.layout
+    if row.compile == "inductor":
+        return row.compile
+    return ""
 
 
 def table(model: ModelUnderTest) -> Rows:
-    """Return the rows that cover every pair, those of single techniques, and those of the further
+    """Return the rows that cover every pair, those of single techniques, and those of further
     layouts.
     """
     rows = pairwise(_choices(model, LAYOUTS)) + _of_single_techniques(model)
     for layout in filter(model.layouts.get, BEYOND):
         rows += beyond(_choices(model, [layout]))
-    if model.spec.unsplit:  # others' classes compute norms and scans in float32 inside
+    if model.spec.unsplit:  # transformers' classes compute norms and scans in float32
         rows = [replace(row, precision=row.precision.replace("64", "32")) for row in rows]
     return numbered(rows)
 
@@ -155,14 +160,17 @@ def rows_of_device(model: ModelUnderTest, most: int | None = None) -> Rows:
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch finds no usable GPU on this node")
         ranks = most or torch.cuda.device_count()
-    allowed = [row for row in OF_DEVICE if row.layout in model.layouts and row.mesh.world <= ranks]
+    allowed = []
+    for row in OF_DEVICE:
+        if row.layout in model.layouts and row.mesh.world <= ranks:
+            allowed.append(row)
     if not model.spec.core:
         allowed = [row for row in allowed if row.documents == "off"]
     return numbered(allowed)
 
 
 def full_table(model: ModelUnderTest) -> Rows:
-    """Return the product of what changes the mathematics most for every layout."""
+    """Return for every layout the product of the choices that change the mathematics most."""
     rows = full(_choices(model, LAYOUTS))
     for layout in filter(model.layouts.get, [*BEYOND, *ONLY_FULL]):
         rows += full(_choices(model, [layout]))
@@ -172,45 +180,55 @@ def full_table(model: ModelUnderTest) -> Rows:
 def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
     """Return the choices of every column in layouts with the same dimensions of SPLIT_BY."""
     allowed = [layout for layout in layouts if layout in model.layouts]
-    documents = ("off", "on") if model.spec.core else ("off",)
+    documents = ["off"]
+    if model.spec.core:
+        documents.append("on")
     return choices(allowed, [*model.variants], documents, **model.layouts[allowed[0]])
 
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
-    rows = (row for row in (*EXTRA, *INDUCTOR) if row.layout in model.layouts)
-    imported = model.spec.hf and not model.spec.adapters  # which no folder has
-    has: dict[str, Any] = {"imported": imported, "kept whole": model.kept_whole}
-    has["large"] = any("vocab_size" in override for override in model.overrides)
-    return [row for row in rows if has.get(row.extra, True)]
+    has: dict[str, Any] = {
+        "imported": model.spec.hf and not model.spec.adapters,  # no folder has adapters
+        "kept whole": model.kept_whole,
+        "large": any("vocab_size" in override for override in model.overrides),
+    }
+    rows = []
+    for row in (*EXTRA, *INDUCTOR):
+        if row.layout in model.layouts and has.get(row.extra, True):
+            rows.append(row)
+    return rows
 
 
 def numbered(rows: Sequence[Row]) -> Rows:
-    """Return rows by their numbers in the printed table."""
+    """Number rows as in the printed table."""
     return dict(enumerate(rows, 1))
 
 
 def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
-    """Return the rows that --only names by number or layout, in the table's order and with their
-    numbers there.
+    """Return the rows that --only names by number or layout, in the table's order and with the
+    table's numbers.
     """
     names = {name.strip() for name in only.split(",")} - {""}
     has_rows = {row.layout for row in rows.values()}
     layouts = [layout for layout in model.layouts if layout in has_rows]
-    meant = {name: {number} for number in rows for name in (f"#{number}", f"{number}")}
-    meant |= {
-        layout: {number for number, row in rows.items() if row.layout == layout}
-        for layout in layouts
-    }
+    meant = {}
+    for number in rows:
+        for name in (f"#{number}", f"{number}"):
+            meant[name] = {number}
+    for layout in layouts:
+        meant[layout] = {number for number, row in rows.items() if row.layout == layout}
     unknown = sorted(names - meant.keys())
     if unknown or not names:
         known = dict.fromkeys(ONLY_FULL, "in --full only") | {**model.refused_layouts}
         reasons = [f"{name} ({known.get(name, 'unknown')})" for name in unknown]
-        what = (
-            f"{model.name} has no row {', '.join(reasons)}" if unknown else f'"{only}" names no row'
-        )
+        what = f'"{only}" names no row'
+        if unknown:
+            what = f"{model.name} has no row {', '.join(reasons)}"
         legal = f"the rows #1 to #{len(rows)}, {', '.join(layouts)}"
         raise UserError(f"--only: {what}; legal: {legal}")
-    chosen = {number for name in names for number in meant[name]}
+    chosen = set()
+    for name in names:
+        chosen.update(meant[name])
     return {number: row for number, row in rows.items() if number in chosen}
 
 
@@ -220,13 +238,18 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
     from titanlite.verify.runner import check_tables, open_pool, row_runner
 
     check_tables(model)
-    start, printer = time.monotonic(), TablePrinter()
+    start = time.monotonic()
+    printer = TablePrinter()
     out = arguments.out or Path(f"parity-{model.name.split()[0]}.md")
-    cache = ResultCache(out.with_suffix(".jsonl"), model) if arguments.full else None
-    cached = cache.passed if cache else {}
+    cache = None
+    if arguments.full:
+        cache = ResultCache(out.with_suffix(".jsonl"), model)
+    cached: dict[Row, Result] = {}
+    if cache:
+        cached = cache.passed
     printer.head(_introduction(model, rows.values(), len(cached), arguments.only is None))
     results: list[Result] = []
-    told = bool(model.device)  # a fault of the table is found on a CPU
+    told = bool(model.device)  # faults of the table are diagnosed on a CPU
     with (
         open_pool(max(row.mesh.world for row in rows.values()), model.device) as pool,
         row_runner(model, pool) as run,
@@ -249,39 +272,43 @@ def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
             page(model.name, shlex.join(["titanlite", *arguments.argv]), results), encoding="utf-8"
         )
         print(f"wrote {out}")
-    return 0 if all(result.passed for result in results) else 1
+    if all(result.passed for result in results):
+        return 0
+    return 1
 
 
 def _introduction(
     model: ModelUnderTest, rows: Collection[Row], cached: int, of_table: bool
 ) -> Iterator[str]:
-    """Yield the lines above the rows; only a whole table names missing features of the model."""
-    count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
-    yield (
-        f"titanlite verify: {model.name}, {count} "
-        f"on up to {max(r.mesh.world for r in rows)} processes"
-    )
-    for reason in dict.fromkeys(model.refused_layouts.values()) if of_table else ():
-        layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
-        yield f"skipping layout {', '.join(layouts)}: {reason}"
-    if of_table and not model.spec.core:
-        yield "skipping documents: the model names no core of attention that would take them"
+    """Yield the lines above the rows; only for a whole table they name what is skipped."""
+    world = max(row.mesh.world for row in rows)
+    yield f"titanlite verify: {model.name}, {counted(len(rows), 'row')} on up to {world} processes"
+    if of_table:
+        for reason in dict.fromkeys(model.refused_layouts.values()):
+            layouts = [layout for layout, why in model.refused_layouts.items() if why == reason]
+            yield f"skipping layout {', '.join(layouts)}: {reason}"
+        if not model.spec.core:
+            yield "skipping documents: the model names no core of attention that would take them"
     if cached:
         yield f"{cached} rows passed in an earlier run of the same code"
 
 
 class ResultCache:
-    """Rows that passed, one a line, so that a stopped run continues; another model, torch or code
-    starts over.
+    """Rows that passed, one per line, so that a stopped run continues; with another model, torch or
+    code it starts over.
     """
 
     def __init__(self, path: Path, model: ModelUnderTest) -> None:
         from titanlite.verify.runner import Result
 
-        self._path, self._of = path, _identity(model)
+        self._path = path
+        self._of = _identity(model)
         self.passed: dict[Row, Result] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        lines = []
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+        for line in lines:
             values = json.loads(line)
             if values.pop("of", None) == self._of:
                 row = Row(**values.pop("row"))
@@ -295,8 +322,8 @@ class ResultCache:
 
 
 def _identity(model: ModelUnderTest) -> dict[str, object]:
-    """Return the inputs of the results: the model's overrides, torch, and the code of titanlite and
-    of the model.
+    """Return what results depend on: the model's overrides, torch, and the code of titanlite and
+    the model.
     """
     code = hashlib.sha256()
     for path in sorted(source_files(model)):
@@ -305,22 +332,21 @@ def _identity(model: ModelUnderTest) -> dict[str, object]:
 
 
 def source_files(model: ModelUnderTest) -> set[Path]:
-    """Return the code and tables of titanlite and the model's packages; of a lone module, those in
-    its folder too.
+    """Return the code and tables of titanlite and the model's packages; for a lone module, all
+    modules in its folder.
     """
     files: set[Path] = set()
-    for module in (
-        "titanlite",
-        "titanlite.models",
-        *model.modules,
-    ):  # models is a link in a checkout
-        package = find_spec(module if module.startswith("titanlite") else module.partition(".")[0])
+    # titanlite.models is a link in a checkout, which rglob does not follow.
+    for module in ("titanlite", "titanlite.models", *model.modules):
+        name = module
+        if not module.startswith("titanlite"):
+            name = module.partition(".")[0]
+        package = find_spec(name)
         assert package is not None, "the model was imported"
         if package.submodule_search_locations is not None:
             for folder in package.submodule_search_locations:
-                files.update(
-                    path for path in Path(folder).rglob("*") if path.suffix in (".py", ".toml")
-                )
+                files.update(Path(folder).rglob("*.py"))
+                files.update(Path(folder).rglob("*.toml"))
         elif package.origin:
             files.update(Path(package.origin).parent.glob("*.py"))
     return files

@@ -20,7 +20,7 @@ from torch import nn
 from titanlite.config.job import Job
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import first_line
-from titanlite.observe.metrics import Values
+from titanlite.observe.sinks import Values
 from titanlite.optim import build_optimizer
 from titanlite.parallel.build import named_parameters, persistent_buffers
 from titanlite.registry import Role
@@ -41,16 +41,17 @@ def measure(
     row: Row,
     role: tuple[str, Role] | None,
 ) -> Mismatch:
-    """Return this rank's worst mismatch with the file `reference` in the job of a row.
+    """Run a row's job, and return this rank's worst mismatch with the file `reference`.
 
-    `role` is a row of the model's table and the role that it has instead. A job that does not run
-    raises RowFailed, so that the pool ends the ranks that wait for this one."""
-    # Compile in the rank itself: a process that is killed would leave compiling children behind.
+    `role` is a row of the model's table and the role that replaces its own. If the job does not
+    run, raise RowFailed, so that the pool ends the ranks that wait for this one."""
+    # Compile in the rank itself: a killed process would leave its compiling children behind.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    # It warns of every block that is recomputed and compiled.
+    # torch warns about every block that is recomputed and compiled.
     logging.getLogger("torch").setLevel(logging.ERROR)
-    torch.compiler.reset()  # graphs of an earlier row would count against the limit of this one
-    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.compiler.reset()  # graphs of earlier rows would count against this one's limit
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     trainer: InstrumentedTrainer | None = None
     try:
         gpus = torch.cuda.device_count() or world
@@ -64,7 +65,9 @@ def measure(
         trainer.instrument(row.batch)
         measured = trainer.measure_steps()
     except Exception as error:
-        module = _innermost_module(error.__traceback__, trainer.parts[0]) if trainer else "building"
+        module = "building"
+        if trainer:
+            module = _innermost_module(error.__traceback__, trainer.parts[0])
         raise RowFailed(
             f"{type(error).__name__} in {module or 'a step'}: {first_line(error)}"
         ) from error
@@ -79,13 +82,13 @@ def measure(
 
 
 def with_role(job: Job, pattern: str, role: Role) -> Job:
-    """Return the job with another role in one row of the model's table, and in its bias's row what
-    goes with it.
+    """Return the job with another role in one row of the model's table, and the matching role in
+    its bias's row.
     """
-    roles: dict[str, Role] = {
-        pattern: role,
-        f"{pattern.removesuffix('.weight')}.bias": "column" if role == "column" else "replicated",
-    }
+    bias_role: Role = "replicated"
+    if role == "column":
+        bias_role = "column"
+    roles: dict[str, Role] = {pattern: role, f"{pattern.removesuffix('.weight')}.bias": bias_role}
     rules = tuple(
         replace(rule, tensor=roles.get(rule.pattern, rule.tensor))
         for rule in job.spec.rules(job.model_config)
@@ -98,11 +101,12 @@ class RowFailed(Exception):
 
 
 class InstrumentedTrainer(Trainer):
-    """The trainer on a fixed batch, measured while it steps."""
+    """The trainer on a fixed batch, which measures its steps."""
 
     def instrument(self, batch: str) -> None:
-        """Prepare to step on a batch, measured."""
-        job, rank_slice = self.job, self.data.rank_slice
+        """Prepare to take measured steps on a batch."""
+        job = self.job
+        rank_slice = self.data.rank_slice
         whole = measurements.ragged_batch(job.shape.vocab_size, job.config.training.seq_len, batch)
         own_rows = whole.rows.chunk(rank_slice.ranks)[rank_slice.coordinate]
         batches = map(MicroBatch, own_rows.chunk(rank_slice.accumulation))
@@ -115,7 +119,7 @@ class InstrumentedTrainer(Trainer):
         self.runner.forward_backward = self.forward_backward  # type: ignore[method-assign]
 
     def measure_steps(self) -> Measured:
-        """Take the steps of every optimizer, and return the measurements."""
+        """Take the steps of each optimizer, and return the measurements."""
         config = self.job.config
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
@@ -134,31 +138,31 @@ class InstrumentedTrainer(Trainer):
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's parts by their names in the model."""
-        return {
-            name: p
-            for part in self.parts
-            for name, p in named_parameters(part, self.runner.context.table)
-        }
+        found = dict[str, nn.Parameter]()
+        for part in self.parts:
+            for name, p in named_parameters(part, self.runner.context.table):
+                found[name] = p
+        return found
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Return these, and the buffers that a checkpoint has."""
-        buffers = {
-            name: buffer for part in self.parts for name, buffer in persistent_buffers(part).items()
-        }
+        """Return the parameters, and the buffers that a checkpoint stores."""
+        buffers = {}
+        for part in self.parts:
+            buffers.update(persistent_buffers(part))
         return {**self.own_parameters(), **buffers}
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank should have a parameter or module: one of its stages, by either
-        name of a tie.
+        """Return whether this rank should have a parameter or module, because one of its stages
+        has; a tied one counts by either name.
         """
-        stages, rule = self.job.stages, self.runner.context.table.get(name)
+        stages = self.job.stages
+        rule = self.runner.context.table.get(name)
         if self.job.layout.pp == 1:
             return True
-        modules = tuple(
-            f"{path}."
-            for stage in stages.ranks[self.record.stage_rank]
-            for path in stages.names[stage]
-        )
+        own = list[str]()
+        for stage in stages.ranks[self.record.stage_rank]:
+            own += [f"{path}." for path in stages.names[stage]]
+        modules = tuple(own)
         return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
 
     def keep_first(self, step: int, values: Values, tags: dict[str, float]) -> None:
@@ -177,7 +181,7 @@ class InstrumentedTrainer(Trainer):
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        # The declarations are those of gloo's calls, and the same on each device.
+        # The declarations describe gloo's calls, and are the same on each device.
         recorded = step == 2 and self.runner.context.device.type == "cpu"
         with self.record.recording() if recorded else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
@@ -193,10 +197,9 @@ class InstrumentedTrainer(Trainer):
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
-    """Return the name of the model's innermost module that an error passed through, or an empty
-    string.
-    """
-    names, innermost = {id(module): name for name, module in model.named_modules()}, ""
+    """Return the name of the innermost module that an error passed through, or an empty string."""
+    names = {id(module): name for name, module in model.named_modules()}
+    innermost = ""
     while trace is not None:
         innermost = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost
         trace = trace.tb_next

@@ -1,9 +1,9 @@
 """The model under test, from a command line, with its layouts and variants. Imports no torch.
 
-Only [model] and [lora] are taken from a config; the table sets every other key. All that is called
+Only [model] and [lora] are taken from a config; the table sets every other key. Every field called
 dropout is set to 0, since masks differ between meshes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, ConfigFault, load_valid, parse_command_line
+from titanlite.config.section import Section
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
 from titanlite.registry.lora import Adapters
@@ -18,48 +19,46 @@ from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, SPLIT_BY, ST
 
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
-"""A prime, as hard to divide as real vocabularies; a flavor that is given by name keeps its own."""
+"""A prime, as hard to divide as real vocabularies; a flavor given by name keeps its vocabulary."""
 TOKENS = "tokens.npy"
-"""The shard that every job opens; the harness replaces what its steps read."""
+"""The shard that every job opens; the harness replaces what the steps read."""
 IMPORTED = "hf"
 """The Hugging Face folder of a row's reference, in the same folder."""
 Split = Mapping[str, Sequence[str]]
-"""Choices of the columns of SPLIT_BY."""
+"""Choices for the columns of SPLIT_BY."""
 FIXED = [
     "--training.dataset=tokens",
     f"--training.seq_len={SEQ_LEN}",
     f"--training.global_batch_size={SAMPLES}",
-    "--training.steps=5",  # those of STEPS: after them the learning rate is zero
+    "--training.steps=5",  # as many as STEPS has; afterwards the learning rate is zero
     "--optimizer.lr=0.01",
     "--lr_scheduler.warmup_steps=1",
     "--job.device=cpu",
     "--debug.seed=0",
-    "--fault.no_preflight",  # its collectives are not those of a step
+    "--fault.no_preflight",  # its collectives are not part of a step
 ]
 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A model, with its facts for the table."""
+    """A model, with what the table needs to know about it."""
 
     name: str
     modules: tuple[str, ...]
-    """Where it and the optimizer are defined, and the package that registers them if model.package
-    is set.
-    """
+    """Where the model and the optimizer are defined, and model.package if it is set."""
     overrides: tuple[str, ...]
-    """Its sections [model] and [lora], and the name of an optimizer of the user's own."""
+    """Its sections [model] and [lora], and the name of a user's optimizer."""
     spec: ModelSpec
     flavor: Any
     frozen: Sequence[str]
-    """Patterns of what it freezes itself."""
+    """model.freeze."""
     layouts: Mapping[str, Split]
     """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
-    """Layouts that the config's rules refuse for it, or choices there, and why."""
+    """Layouts, or choices in them, that the config's rules refuse, and why."""
     device: str = ""
-    """Where rows run that are compared with float64 on a CPU; an empty string for the other rows,
-    which run on a CPU."""
+    """The device of a table that is compared with float64 on a CPU; "" for the usual table, which
+    runs on a CPU."""
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -72,7 +71,7 @@ class ModelUnderTest:
 
     @property
     def variants(self) -> dict[str, list[str]]:
-        """Return the further overrides of each variant that it has."""
+        """Return each variant that the model has, with its overrides."""
         shape = self.spec.shape(self.flavor)
         frozen = [
             *self.frozen,
@@ -80,38 +79,36 @@ class ModelUnderTest:
         ]
         frozen.append(f"{self.spec.blocks}.{min(1, shape.layers - 1)}.*")
         variants = {"plain": []}
-        if not self.spec.adapters:  # which freeze all else
+        if not self.spec.adapters:  # adapters freeze everything else
             variants["frozen"] = [f"--model.freeze={toml_value(frozen)}"]
-        if hasattr(self.flavor, "tied"):
-            other = toml_value(not self.flavor.tied)
-            variants["untied" if self.flavor.tied else "tied"] = [f"--model.overrides.tied={other}"]
+        tied = getattr(self.flavor, "tied", None)
+        if tied:
+            variants["untied"] = ["--model.overrides.tied=false"]
+        elif tied is not None:
+            variants["tied"] = ["--model.overrides.tied=true"]
         if shape.experts and getattr(self.flavor, "balance", "bias") != "bias":
             variants["bias"] = ["--model.overrides.balance=bias"]
         return variants
 
     @property
     def kept_whole(self) -> list[str]:
-        """Return the override that replicates its small parameters, unless its table calls all of
-        them so.
-        """
+        """Return the override that replicates the small parameters, unless all parameters are."""
         small = [rule.pattern for rule in self.rules if rule.tensor in ("norm", "replicated")]
-        return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"] * (
-            len(small) < len(self.rules) and not self.spec.unsplit
-        )
+        if len(small) == len(self.rules) or self.spec.unsplit:
+            return []
+        return [f"--parallelism.fsdp_keep_whole={toml_value(small)}"]
 
     @property
     def every_expert(self) -> list[str]:
-        """Return the override that sends each token to every expert, if there are any: with
-        bfloat16's rounding a router chooses others, and gradients are not comparable."""
+        """Return the override that sends each token to every expert, if there are any: otherwise,
+        with bfloat16's rounding, a router chooses differently and gradients are not comparable."""
         experts = self.spec.shape(self.flavor).experts
-        return (
-            [f"--model.overrides.top_k={experts}"]
-            if experts and hasattr(self.flavor, "top_k")
-            else []
-        )
+        if experts and hasattr(self.flavor, "top_k"):
+            return [f"--model.overrides.top_k={experts}"]
+        return []
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
-        """Return the overrides that make the job of a row; `folder` holds the token shard."""
+        """Return the overrides for the job of a row; `folder` holds the token shard."""
         line = [*self.overrides, *self.variants[row.variant]]
         if row.extra == "kept whole":
             line += self.kept_whole
@@ -132,17 +129,17 @@ class ModelUnderTest:
 def build_job(overrides: list[str], world: int) -> Job:
     """Return the job of the defaults, FIXED and these overrides on `world` ranks."""
     line = parse_command_line([*FIXED, *overrides], {})
-    line.files = []  # not the debug config
+    line.files = []  # without the debug config
     return job_from(line, world=world, training=True)
 
 
 def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
-    """Return the model and optimizer that a command line names; ConfigError or UserError if there
-    is a mistake.
+    """Return the model and optimizer that a command line names; raise a ConfigError or UserError
+    for a mistake.
     """
     line = parse_command_line(argv, environ)
     if not environ.get("CONFIG_FILE") and not line.names_files:
-        line.files = []  # not the debug config: without --config the defaults of [model] count
+        line.files = []  # without --config the defaults of [model] apply, not the debug config
     reason = "is set by the table; legal here: keys of [model] and [lora], and optimizer.name"
     for key in line.overrides:
         if not key.startswith(("model.", "lora.")) and key != "optimizer.name":
@@ -152,7 +149,9 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     flavor_given = "model.flavor" in loaded.entries
     spec = get_model(model.name, model.package)
     if not flavor_given:
-        default = "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors))
+        default = "debugmodel"
+        if "debugmodel" not in spec.flavors:
+            default = next(iter(spec.flavors))
         model = model.model_copy(update={"flavor": default})
     fields = vars(spec.configure(model.flavor, model.overrides))
     overrides = model.overrides | {field: 0.0 for field in fields if "dropout" in field}
@@ -160,17 +159,15 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
         overrides = {"vocab_size": ODD_VOCABULARY} | overrides
     model = model.model_copy(update={"overrides": overrides, "hf_assets_path": ""})
     lora = loaded.config.lora.model_copy(update={"dropout": 0.0})
-    section = tuple(
-        f"--{name}.{key}={toml_value(value)}"
-        for name, values in {"model": model, "lora": lora}.items()
-        for key, value in values
-        if value != type(values).model_fields[key].default
-    )
+    overriding = [*_changed("model", model), *_changed("lora", lora)]
     optimizer = get_optimizer(loaded.config.optimizer.name, model.package)
-    name = f"{model.name} {model.flavor}" + f", lora.rank {lora.rank}" * (lora.rank > 0)
+    name = f"{model.name} {model.flavor}"
+    if lora.rank:
+        name += f", lora.rank {lora.rank}"
     if optimizer.name not in STEPS:
-        section += (f"--optimizer.name={optimizer.name}",)
+        overriding.append(f"--optimizer.name={optimizer.name}")
         name += f" with {optimizer.name}"
+    section = tuple(overriding)
     modules = [each.build.partition(":")[0] for each in (spec, optimizer)]
     modules += filter(None, [model.package])
     flavor = spec.configure(model.flavor, overrides)
@@ -185,25 +182,36 @@ def read_model(argv: list[str], environ: Mapping[str, str]) -> ModelUnderTest:
     )
 
 
-def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:
-    """Return the layouts that the config allows, each with the choices of SPLIT_BY there, and why
-    it refuses others.
+def _changed(name: str, section: Section) -> Iterator[str]:
+    """Yield the overrides for a section's keys that differ from their defaults."""
+    for key, value in section:
+        if value != type(section).model_fields[key].default:
+            yield f"--{name}.{key}={toml_value(value)}"
 
-    A model refused on one process is an error of its own.
+
+def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:
+    """Return the layouts that the config allows, each with its choices of SPLIT_BY, and why it
+    refuses others.
+
+    If one process is refused, that is the error.
     """
-    allowed, refused = dict[str, Split](), dict[str, str]()
+    allowed = dict[str, Split]()
+    refused = dict[str, str]()
     refusal = cache(partial(_refusal, overrides))
     for layout, degrees in ALL_LAYOUTS.items():
-        split, reasons = dict[str, Sequence[str]](), dict[str, str]()
+        split = dict[str, Sequence[str]]()
+        reasons = dict[str, str]()
         for column, dimension in SPLIT_BY.items():
-            choices = [*OVERRIDES[column]][: None if getattr(degrees, dimension) > 1 else 1]
+            choices = [*OVERRIDES[column]]
+            if getattr(degrees, dimension) == 1:
+                choices = choices[:1]
             reasons |= {choice: refusal(Row(layout, **{column: choice})) for choice in choices}
             split[column] = tuple(choice for choice in choices if not reasons[choice])
         if all(split.values()):
             allowed[layout] = split
-            refused |= {
-                f"{layout} with {choice}": reason for choice, reason in reasons.items() if reason
-            }
+            for choice, reason in reasons.items():
+                if reason:
+                    refused[f"{layout} with {choice}"] = reason
         else:
             refused[layout] = next(filter(None, reasons.values()))
     return allowed, refused

@@ -1,9 +1,9 @@
-"""A pool of processes on this machine, which run plain functions on the ranks of a call.
+"""A pool of processes on this machine that run plain functions as ranks.
 
-The processes come from a fork server that has torch loaded (a fork of a process that ran a backward
-pass would hang) and live through many runs; consecutive runs on the same number of ranks share
-their process groups. When a rank dies or is late, the error names it with its stack, and the pool
-starts new processes."""
+The processes come from a fork server that has loaded torch (a fork of a process that ran a backward
+pass would hang) and survive many runs; consecutive runs on the same number of ranks share their
+process groups. If a rank dies or is late, the error names it with its stack, and the pool starts
+new processes."""
 
 import faulthandler
 import gc
@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,6 @@ from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,19 +36,18 @@ from titanlite.train.trainer import Trainer
 GRACE_SECONDS = 5.0
 """How long the other ranks may take after one has failed."""
 MAX_GROUP_REBUILDS = 32
-"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups;
-their threads poll, and hundreds of them take half of a small machine. A new process costs about as
-much as a run."""
+"""How often a process gets new groups before it is replaced: torch's caches keep destroyed groups,
+whose threads poll; hundreds of them use half of a small machine. A new process costs about as much
+as a run."""
 INDUCTOR_MODULE = "torch._inductor.compile_fx"
-"""To preload where rows compile: torch.compile imports it in every new rank, which takes
-seconds.
-"""
+"""Preloaded if rows compile: torch.compile imports it in every new rank, which takes seconds."""
 
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _FORK_SERVERS: dict[frozenset[str], ForkServer] = {}
 
 
 class RankFailed(Exception):
-    """A function failed on a rank of the pool; the message names the rank and has its traceback or
+    """A function failed on a rank of the pool; the message has the rank and its traceback or
     stack.
     """
 
@@ -63,31 +61,32 @@ class Pool:
         self.size = size
         self.device = device
         self.log = log
-        """The file that takes the ranks' stderr, or an empty string."""
+        """The file for the ranks' stderr, or an empty string."""
         self._preload = ["titanlite.verify.pool", "torch.distributed.fsdp", *preload]
         self._generation = 0
-        """How often new groups were made; the number is part of their name."""
+        """How often new groups were created; part of their name."""
         self._world = 0
-        """The size of the current groups; 0 after a failure, since no other run can use them."""
+        """The size of the current groups; 0 after a failure, which makes them unusable."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
     def run(
         self, function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 60
     ) -> list[Any]:
-        """Return the results by rank of `function(*args)` on `world` ranks (default: all), in a
-        gloo group of these.
+        """Return the results by rank of `function(*args)` on `world` ranks (default: all), which
+        form a gloo group.
 
-        The function must be importable by name, its results picklable, and done within `timeout`
-        seconds."""
+        The function must be importable by name, return picklable results, and be done within
+        `timeout` seconds."""
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
         if self._world != world:
-            # torch 2.11, not 2.14, crashes where a process splits its second group of all ranks on
+            # torch 2.11, not 2.14, crashes if a process splits its second group of all ranks on
             # GPUs (pytorch#192109).
             if self.device == "cuda" or self._generation % MAX_GROUP_REBUILDS == 0:
                 self.close()
-            self._generation, self._world = self._generation + 1, world
+            self._generation += 1
+            self._world = world
         if not self._processes:
             self._start()
         work = pickle.dumps((function, args))
@@ -102,12 +101,13 @@ class Pool:
         return [pickle.loads(answers[rank]) for rank in range(world)]
 
     def _collect(self, world: int, timeout: float) -> tuple[dict[int, bytes], str]:
-        """Return the answers by rank, and the first failure, or an empty string; a death precedes
-        what others saw.
+        """Return the answers by rank, and the first failure or an empty string; a death takes
+        precedence over what other ranks saw.
         """
         answers: dict[int, bytes] = {}
         pending = {self._connections[rank]: rank for rank in range(world)}
-        failure, deadline = "", time.monotonic() + timeout
+        failure = ""
+        deadline = time.monotonic() + timeout
         while pending:
             ready: list[Any] = wait(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -118,7 +118,7 @@ class Pool:
                     error, answers[rank] = connection.recv()
                 except EOFError:
                     self._processes[rank].join()
-                    stack = self._stack(rank)  # of a signal that faulthandler takes
+                    stack = self._stack(rank)  # there is one if faulthandler caught the signal
                     died = f"rank {rank} died, exit code {self._processes[rank].exitcode}"
                     return answers, "\n".join(filter(None, (died, failure, stack)))
                 if error and not failure:
@@ -127,39 +127,39 @@ class Pool:
         return answers, failure
 
     def _describe_late(self, ranks: list[int], timeout: float) -> str:
-        """Return the stacks of late ranks; each writes its own on a signal."""
+        """Return the stacks of late ranks; each writes its stack on a signal."""
         started = [rank for rank in ranks if self._stack_file(rank).exists()]
-        for rank in started:  # the signal would end another
+        for rank in started:  # the signal would kill the others
             pid = self._processes[rank].pid
             assert pid
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         if started:
             time.sleep(0.3)
-        stacks = [
-            f"rank {rank}:\n{self._stack(rank)}"
-            if rank in started
-            else f"rank {rank} has not started: its process does not wait for work yet"
-            for rank in ranks
-        ]
+        stacks = []
+        for rank in ranks:
+            stack = f"rank {rank} has not started: its process does not wait for work yet"
+            if rank in started:
+                stack = f"rank {rank}:\n{self._stack(rank)}"
+            stacks.append(stack)
         return (
             f"no answer within {timeout:g} s from rank {', '.join(map(str, ranks))}\n"
             + "\n".join(stacks)
         )
 
     def _stack_file(self, rank: int) -> Path:
-        """Return the file of a rank's stack, which exists once the rank writes it on a signal."""
+        """Return the file of a rank's stack; once it exists, the rank writes there on a signal."""
         return Path(self._folder.name) / f"stack-{rank}"
 
     def _stack(self, rank: int) -> str:
         file = self._stack_file(rank)
-        return file.read_text() if file.exists() else ""
+        if not file.exists():
+            return ""
+        return file.read_text()
 
     def _start(self) -> None:
         # A driver that a preloaded module asks for devices is not forked.
         context: Any = get_context("spawn" if self.device == "cuda" else "forkserver")
-        # Compiling asks for all GPUs that it sees, and fails in a fork.
-        hidden = {} if self.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-pool-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
@@ -175,12 +175,11 @@ class Pool:
             process = context.Process(
                 target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
             )
-            start = fork_server(self._preload).connect_to_new_process
-            with (
-                patch.dict(os.environ, hidden),
-                patch.object(forkserver, "connect_to_new_process", start),
-            ):
+            if self.device == "cuda":
                 process.start()
+            else:
+                with _forking(fork_server(self._preload)):
+                    process.start()
             rank_connection.close()
             self._processes.append(process)
             self._connections.append(connection)
@@ -193,13 +192,14 @@ class Pool:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes = []
+        self._connections = []
 
 
 def fork_server(preload: Sequence[str]) -> ForkServer:
     """Return a running or new fork server with at least these modules, for pools only.
 
-    multiprocessing has one in each process, with the modules of whoever was first to start it.
+    multiprocessing has only one per process, with the modules of whoever started it first.
     """
     for modules, server in _FORK_SERVERS.items():
         if modules.issuperset(preload):
@@ -209,18 +209,39 @@ def fork_server(preload: Sequence[str]) -> ForkServer:
     return server
 
 
+@contextmanager
+def _forking(server: ForkServer) -> Iterator[None]:
+    """Let multiprocessing start processes by this fork server, which sees no GPUs: compiling asks
+    for all that it sees, and fails in a fork.
+    """
+    usual = forkserver.connect_to_new_process
+    shown = os.environ.get(_GPUS)
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    os.environ[_GPUS] = ""
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
+        del os.environ[_GPUS]
+        if shown is not None:
+            os.environ[_GPUS] = shown
+
+
 def _serve(
     connection: Connection, port: int, stack_file: str, path: list[str], log: str, device: str
 ) -> None:
-    """Run each function that is sent and answer, until the pool's process has ended."""
-    # Ctrl-C reaches every process; the parent ends its ranks.
+    """Run each function received and send the answer, until the pool's process ends."""
+    # Ctrl-C reaches every process; the parent kills its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
     Trainer.thaws = False
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    loopback = "lo"
+    if sys.platform == "darwin":
+        loopback = "lo0"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     current_generation = 0
     with open(f"{stack_file}.new", "w") as stack:
         faulthandler.enable(file=stack)
@@ -231,14 +252,15 @@ def _serve(
                 generation, rank, world, timeout, work = connection.recv()
             except EOFError:
                 os._exit(0)
-            error, answer = "", b""
+            error = ""
+            answer = b""
             try:
                 if generation != current_generation:
                     _make_groups(generation, rank, world, port, timeout, device)
                     current_generation = generation
                 set_collective_timeout(timeout)  # an earlier run may have changed it
                 function, args = pickle.loads(work)
-                gc.freeze()  # or each run would collect garbage among all that was imported
+                gc.freeze()  # otherwise each collection would scan everything imported
                 answer = pickle.dumps(function(*args))
             except BaseException:
                 error = traceback.format_exc()
@@ -248,9 +270,9 @@ def _serve(
 def _make_groups(
     generation: int, rank: int, world: int, port: int, timeout: float, device: str
 ) -> None:
-    """Make the group of all ranks, and let equal meshes share their groups from now on.
+    """Create the group of all ranks, and let equal meshes share their groups from now on.
 
-    Making groups, and what DTensor works out for a mesh, takes longer than a small run.
+    Creating groups, and what DTensor computes for a mesh, takes longer than a small run.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -259,15 +281,17 @@ def _make_groups(
         f"groups-{generation}", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     )
     torch_private.give_gloo_groups_one_thread()
-    backend, gpu = "gloo", None
+    backend = "gloo"
+    gpu = None
     if device == "cuda":
-        backend, gpu = "cuda:nccl,cpu:gloo", shared_device(rank, world)
+        backend = "cuda:nccl,cpu:gloo"
+        gpu = shared_device(rank, world)
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu
     )
-    _clear_sharding_prop_cache()  # it refers to meshes of earlier runs with destroyed groups
-    # A mesh makes its groups with this function of its module (torch 2.11, 2.13, 2.15).
+    _clear_sharding_prop_cache()  # it refers to earlier runs' meshes, whose groups are destroyed
+    # A mesh creates its groups with these functions (torch 2.11, 2.13, 2.15).
     groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def group_of(ranks: list[int], group_desc: str, **more: Any) -> Any:

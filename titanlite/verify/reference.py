@@ -1,4 +1,4 @@
-"""The reference: the single-device module with torch's own loss and clipping, on the whole batch at
+"""The reference: the single-device module with torch's loss and clipping, on the whole batch at
 once.
 """
 
@@ -16,7 +16,6 @@ from titanlite.checkpoint.hf.export import export
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
-from titanlite.models.common.moe import Router, RouterContext
 from titanlite.optim import build_optimizer, trained_parameters
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_model, persistent_buffers
@@ -34,7 +33,7 @@ def measure_reference(
 ) -> float:
     """Write the plain module's measurements to a file, with these steps of each optimizer.
 
-    Return the norm it clipped to: half of its own.
+    Return the norm it clipped to: half of the first gradient norm.
     """
     job = build_job(overrides, 1)
     config = job.config
@@ -49,7 +48,7 @@ def measure_reference(
     if kind == "imported":
         _write_hf(LocalPath(path).parent / IMPORTED, job, parameters)
     for router in routers(model).values():
-        router.context = RouterContext(sequences=SAMPLES)
+        router.context = replace(router.context, sequences=SAMPLES)
     step, max_norm = 0, 0.0
     for name, steps in steps_of.items():
         optimizer = build_optimizer(trained, with_optimizer(config, name))
@@ -61,8 +60,7 @@ def measure_reference(
             logits = torch.cat([model(text) for text in texts], dim=1).flatten(0, 1)
             loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED)
             loss.backward()
-            found = measurements.gradients(parameters)
-            grads = {name: gradient.double() for name, gradient in found.items()}
+            grads = {name: g.double() for name, g in measurements.gradients(parameters).items()}
             norm = get_total_norm(grads.values())
             if step == 1:
                 largest = get_total_norm(grads.values(), math.inf)
@@ -82,31 +80,31 @@ def measure_reference(
 
 
 def _count_whole_sequences(model: nn.Module, documents: Sequence[torch.Tensor]) -> None:
-    """Give the routers their choices in all documents of a sequence: their loss is that of the
-    whole.
+    """Let the routers sum their choices over all documents of a sequence, since their loss is that
+    of the whole sequence.
     """
-    counts = {router: list[torch.Tensor]() for router in routers(model).values()}
 
-    def keep(router: Router, own: torch.Tensor) -> torch.Tensor:
-        counts[router].append(own)
+    def keep(counts: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        counts.append(own)
         return own
 
-    def total(router: Router, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(counts[router]).sum(0)
+    def total(counts: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(counts).sum(0)
 
-    for router in counts:
-        router.context = replace(router.context, sum_over_sequence=partial(keep, router))
+    counted = {router: list[torch.Tensor]() for router in routers(model).values()}
+    for router, counts in counted.items():
+        router.context = replace(router.context, sum_over_sequence=partial(keep, counts))
     for document in documents:
         model(document)
-    for router in counts:
-        router.context = replace(router.context, sum_over_sequence=partial(total, router))
+    for router, counts in counted.items():
+        router.context = replace(router.context, sum_over_sequence=partial(total, counts))
         router.counts.zero_()
         router.auxiliary.zero_()
 
 
 @torch.no_grad()
 def _balance(model: nn.Module) -> None:
-    """Raise the bias of experts that were chosen less than the mean, and lower that of others."""
+    """Raise the bias of experts chosen less often than the mean, and lower that of the others."""
     for router in routers(model).values():
         if router.bias is not None:
             move = (router.counts.double().mean() - router.counts).sign()

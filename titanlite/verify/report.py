@@ -1,4 +1,4 @@
-"""Print a line for each row when it is done and a summary at the end; write the page for docs/."""
+"""Print a line for each row when it is done and a summary at the end; write the results page."""
 
 import math
 import os
@@ -39,13 +39,13 @@ _WIDTHS = {
 
 
 class TablePrinter:
-    """Prints the table row by row; without color when stdout is not a terminal."""
+    """Prints the table row by row, with color on a terminal."""
 
     def __init__(self) -> None:
         self._print = Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print
 
     def head(self, lines: Iterable[str]) -> None:
-        titles = {column: "accum" if column == "accumulation" else column for column in COLUMNS}
+        titles = {column: column for column in COLUMNS} | {"accumulation": "accum"}
         self._print("\n".join([*lines, f"\n{'':>4}  {_cells(titles)}   error  bound"]))
 
     def row(self, number: int, result: Result) -> None:
@@ -54,13 +54,17 @@ class TablePrinter:
             f"{number:>4}  {_cells(vars(row))} {_error(result.error):>7}  {result.bound:.0e}  ",
             end="",
         )
-        self._print(
-            "pass" if result.passed else "FAIL",
-            style="green" if result.passed else "bold red",
-            end="",
-        )
-        rank = "" if result.passed or result.rank == 0 else f" (rank {result.rank})"
-        self._print(f"  {f'{row.extra}: ' if row.extra else ''}{result.what}{rank}")
+        what = f"  {result.what}"
+        if row.extra:
+            what = f"  {row.extra}: {result.what}"
+        if result.passed:
+            self._print("pass", style="green", end="")
+            self._print(what)
+            return
+        if result.rank:
+            what += f" (rank {result.rank})"
+        self._print("FAIL", style="bold red", end="")
+        self._print(what)
 
     def table_fault(self, what: str) -> None:
         if what:
@@ -68,7 +72,9 @@ class TablePrinter:
 
     def foot(self, results: Sequence[Result], seconds: float, log: str) -> None:
         failed = [result for result in results if not result.passed]
-        took = f"in {seconds:.0f} s" if seconds < 100 else f"in {seconds / 60:.1f} minutes"
+        took = f"in {seconds:.0f} s"
+        if seconds >= 100:
+            took = f"in {seconds / 60:.1f} minutes"
         if failed:
             self._print(
                 f"\n{len(failed)} of {len(results)} rows FAILED ({took}); the first:",
@@ -76,7 +82,9 @@ class TablePrinter:
             )
             self._print(f"  {failed[0].row}\n  {failed[0].what}")
         else:
-            count = "the row equals" if len(results) == 1 else f"all {len(results)} rows equal"
+            count = "the row equals"
+            if len(results) != 1:
+                count = f"all {len(results)} rows equal"
             self._print(f"\n{count} one process ({took})", style="green")
         if os.path.getsize(log):
             self._print(f"tracebacks and torch's log of the ranks: {log}")
@@ -87,11 +95,13 @@ def _cells(values: Mapping[str, str]) -> str:
 
 
 def _error(error: float) -> str:
-    return "-" if math.isinf(error) else f"{error:.1e}"
+    if math.isinf(error):
+        return "-"
+    return f"{error:.1e}"
 
 
 def page(model: str, command: str, results: Sequence[Result]) -> str:
-    """Return the results as Markdown: the command, counts for every choice, and the rows with
+    """Return the results as Markdown: the command, counts for every choice, and the rows with the
     largest errors.
     """
     failed = [result for result in results if not result.passed]
@@ -120,4 +130,6 @@ def page(model: str, command: str, results: Sequence[Result]) -> str:
 
 def _worst(results: Sequence[Result], precision: str) -> str:
     errors = [result.error for result in results if result.row.precision == precision]
-    return _error(max(errors)) if errors else ""
+    if not errors:
+        return ""
+    return _error(max(errors))

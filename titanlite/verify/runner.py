@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from titanlite.verify.table import EXTRAS, SAMPLES, Row
 
 PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 TIMEOUT_SECONDS = 300.0
-"""Of one row; compiling takes longest."""
+"""The limit for one row; compiling takes longest."""
 OTHER_ROLES: dict[Role, list[Role]] = {
     "column": ["row"],
     "row": ["column"],
@@ -35,14 +35,14 @@ OTHER_ROLES: dict[Role, list[Role]] = {
     "embedding": ["head"],
     "head": ["embedding"],
 }
-"""Roles that may have been meant. A norm and a replicated parameter are alike under tensor
-parallel.
+"""Roles that may have been intended. Tensor parallel treats a norm and a replicated parameter
+alike.
 """
 
 
 @dataclass(frozen=True)
 class Result:
-    """The worst error of a row, and its rank."""
+    """The worst error of a row, and the rank that found it."""
 
     row: Row
     what: str
@@ -60,8 +60,8 @@ class Result:
 
 
 def check_tables(model: ModelUnderTest) -> None:
-    """Raise a UserError with all parameters and rows that do not pair off, in the first variant
-    that has any.
+    """Raise a UserError with all parameters and rows that do not match one to one, in the first
+    variant that has any.
     """
     for variant in model.variants:
         job = build_job(model.command_line(Row("1", variant=variant), Path()), 1)
@@ -73,9 +73,7 @@ def check_tables(model: ModelUnderTest) -> None:
 
 @contextmanager
 def open_pool(world: int, device: str = "") -> Iterator[Pool]:
-    """Give a pool; its ranks write errors and torch's log to a file that is kept if there is
-    any.
-    """
+    """Yield a pool; its ranks write errors and torch's log to a file that is removed if empty."""
     file, path = tempfile.mkstemp(prefix="titanlite-verify-", suffix=".log")
     os.close(file)
     try:
@@ -88,13 +86,14 @@ def open_pool(world: int, device: str = "") -> Iterator[Pool]:
 
 @contextmanager
 def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
-    """Give a function that runs a row."""
-    # Or the profiler prints when it starts and stops.
+    """Yield a function that runs a row."""
+    # Otherwise the profiler prints when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # The system frees the rest.
+    # The system frees what killed ranks leave.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
-    # References run on a CPU: new groups would cost a pool on GPUs its processes.
-    on_cpu = closing(Pool(1, PRELOAD, pool.log)) if pool.device == "cuda" else nullcontext(pool)
+    on_cpu: AbstractContextManager[Pool] = nullcontext(pool)
+    if pool.device == "cuda":  # for new groups a pool on GPUs would have to restart its processes
+        on_cpu = closing(Pool(1, PRELOAD, pool.log))
     with tempfile.TemporaryDirectory(prefix="titanlite-verify-") as folder, on_cpu as references:
         yield RowRunner(model, Path(folder), pool, references)
 
@@ -103,15 +102,17 @@ class RowRunner:
     """Compares rows of one model with their references, which are kept in `folder`."""
 
     def __init__(self, model: ModelUnderTest, folder: Path, pool: Pool, references: Pool) -> None:
-        self._model, self._folder, self._pool = model, folder, pool
+        self._model = model
+        self._folder = folder
+        self._pool = pool
         self._on_cpu = references
         self._references: dict[tuple[str, ...], tuple[str, float]] = {}
         vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
         np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
 
     def wrong_role(self, layout: str) -> str:
-        """Return a diagnosis of the model's table where a tensor-parallel layout fails: each role
-        is tried.
+        """Return a diagnosis of the model's table if a tensor-parallel layout fails, by trying
+        other roles.
         """
         row = Row(layout, precision="float64")
         if self(row).passed:
@@ -135,18 +136,14 @@ class RowRunner:
         role: tuple[str, Role] | None = None,
         measure: Callable[..., Mismatch] = measure,
     ) -> Result:
-        """Compare one row with its reference, by what `measure` finds on each rank."""
+        """Compare one row with its reference, using what `measure` finds on each rank."""
         start = time.monotonic()
-        # A process compiles with one backend only (a second one fails there): inductor's rows get
-        # new processes.
-        own = row.compile == "inductor"
-        new_ranks = (
-            closing(Pool(row.mesh.world, PRELOAD, self._pool.log, self._model.device))
-            if own
-            else nullcontext(self._pool)
-        )
+        ranks: AbstractContextManager[Pool] = nullcontext(self._pool)
+        if row.compile == "inductor":
+            # New processes, since a process can't compile with a second backend.
+            ranks = closing(Pool(row.mesh.world, PRELOAD, self._pool.log, self._model.device))
         try:
-            with new_ranks as pool:
+            with ranks as pool:
                 reference, max_norm = self._reference(row)
                 overrides = self._model.command_line(row, self._folder, max_norm)
                 worst = pool.run(
@@ -162,19 +159,22 @@ class RowRunner:
             if self._pool.log:
                 with open(self._pool.log, "a", encoding="utf-8") as log:
                     log.write(f"{row}\n{error}\n")
-            worst = [
-                (math.inf, str(error).strip().splitlines()[-1].rpartition("harness.RowFailed: ")[2])
-            ]
+            last_line = str(error).strip().splitlines()[-1]
+            worst = [(math.inf, last_line.rpartition("harness.RowFailed: ")[2])]
         rank = max(range(len(worst)), key=lambda rank: worst[rank][0])
         largest, what = worst[rank]
         return Result(row, what, largest, rank, time.monotonic() - start)
 
     def _reference(self, row: Row) -> tuple[str, float]:
         """Return the file with the plain module's measurements, and the norm that it clips to."""
-        precision = "float32" if row.precision == "bfloat16" else row.precision
+        precision = row.precision
+        if row.precision == "bfloat16":
+            precision = "float32"
         if self._model.device:
             precision = "float64"
-        experts = self._model.every_expert * row.is_narrow
+        experts = []
+        if row.is_narrow:
+            experts = self._model.every_expert
         key = (row.variant, precision, row.batch, *experts)
         if key not in self._references:
             path = str(self._folder / f"{'-'.join(key)}.pt")

@@ -1,9 +1,9 @@
-"""A rank's step against the declarations of its job: all-gathers and reductions, a pipeline's
-actions, sends.
+"""Compare a rank's step with its job's declarations: all-gathers, reductions, a pipeline's actions
+and sends.
 
-The rows of the table find a wrong number; this finds work that is done too often, or in another
+The rows of the table find wrong numbers; this finds work that is done too often, or in another
 order. FSDP2 names the group of each gather and reduction in profiler traces (tried on torch 2.11,
-2.13 and 2.15); the collectives' own arguments don't distinguish blocks."""
+2.13 and 2.15); the arguments of collectives don't distinguish blocks."""
 
 import re
 import warnings
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, zip_longest
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,11 +35,12 @@ Send = tuple[int, tuple[int, ...], torch.dtype]
 class StepRecord:
     """Records a step of a job on a rank of its pipeline.
 
-    Not the first step: FSDP2 learns the names of modules in their first forward pass, which some
-    schedules gather before, and a pipeline tries its connections."""
+    Not the first step: FSDP2 learns the names of modules in their first forward pass, before which
+    some schedules gather, and a pipeline tries its connections."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
-        self.job, self.stage_rank = job, stage_rank
+        self.job = job
+        self.stage_rank = stage_rank
         self.sharded = job.layout.max_shard_degree > 1
         self.gathered: list[Group] = []
         self.reduced: list[Group] = []
@@ -55,26 +55,27 @@ class StepRecord:
             group: dist.ProcessGroup, tensors: list[torch.Tensor], receiver: int, tag: int
         ) -> Any:
             for tensor in tensors:
-                if (
-                    tensor.is_floating_point()
-                ):  # torch's first step also tries connections, by integers
+                if tensor.is_floating_point():  # torch's first step tries connections with integers
                     rank = dist.get_global_rank(group, receiver)
                     self.sent[rank, tuple(tensor.shape), tensor.dtype] += 1
             return send(group, tensors, receiver, tag)
 
         recorder = recorded(self.gathered, self.reduced) if self.sharded else nullcontext()
-        with patch.object(dist.ProcessGroup, "send", send_and_count), recorder:
-            yield
+        dist.ProcessGroup.send = send_and_count  # type: ignore[bad-assignment]
+        try:
+            with recorder:
+                yield
+        finally:
+            dist.ProcessGroup.send = send
 
     def differences(
         self, parts: Sequence[nn.Module], model: ModelRunner
     ) -> Iterator[tuple[str, str]]:
-        """Yield of each kind of record the first that is not as declared, or an empty string."""
+        """Yield for each kind of record the first that is not as declared, or an empty string."""
         if isinstance(model, Pipeline):
             yield from self._pipeline_differences(parts, model)
         elif self.sharded:
-            gathers = declared_gathers(self.job, parts[0], "FB")
-            # Of the first micro-batch.
+            gathers = declared_gathers(self.job, parts[0], "FB")  # of the first micro-batch
             yield (
                 "all-gathers:",
                 first_difference(self.gathered[: len(gathers)], gathers),
@@ -84,7 +85,9 @@ class StepRecord:
         self, parts: Sequence[nn.Module], pipeline: Pipeline
     ) -> Iterator[tuple[str, str]]:
         job = self.job
-        actions = [action for cell in orders(job.stages)[self.stage_rank] for action in parse(cell)]
+        actions = []
+        for cell in orders(job.stages)[self.stage_rank]:
+            actions.extend(parse(cell))
         declared = [f"{action.stage}{action.kind}{action.micro_batch}" for action in actions]
         yield "actions:", first_difference(pipeline.actions, declared, "done")
         yield "sends:", self._sends_difference(pipeline)
@@ -93,15 +96,17 @@ class StepRecord:
         gathered = self.gathered
         if job.stages.schedule in SINGLE:
             gathers = declared_gathers(job, parts[0], [action.kind for action in actions])
-        else:  # torch gathers all of a stage, in an order of its own
+        else:  # torch gathers all of a stage, in an unspecified order
             gathered = sorted(gathered, key=sorted)
-            gathers = sorted(
-                (group for part in parts for group in declared_gathers(job, part, "F")), key=sorted
-            )
+            gathers = []
+            for part in parts:
+                gathers += declared_gathers(job, part, "F")
+            gathers.sort(key=sorted)
         yield "all-gathers:", first_difference(gathered, gathers)
-        reductions = sorted(
-            (group for part in parts for group in declared_reductions(job, part)), key=sorted
-        )
+        reductions = []
+        for part in parts:
+            reductions += declared_reductions(job, part)
+        reductions.sort(key=sorted)
         yield (
             "reductions:",
             first_difference(sorted(self.reduced, key=sorted), reductions, "reduced"),
@@ -117,19 +122,23 @@ class StepRecord:
         return ""
 
     def _declared_sends(self, pipeline: Pipeline) -> Counter[Send]:
-        """Return the sends of a step: every stage its hidden states to the next, and gradients of
-        its inputs back.
+        """Return the sends of a step: every stage sends its hidden states to the next one, and the
+        gradients of its inputs back.
 
-        Stages on the same rank, at the turn of a V, send each other nothing. Of a tie both ends
-        send the gradient."""
-        stages, layout, training = self.job.stages, self.job.layout, self.job.config.training
+        Stages on the same rank, at the turn of a V, send each other nothing. Both ends of a tie
+        send their gradient."""
+        stages = self.job.stages
+        layout = self.job.layout
+        training = self.job.config.training
         rank_of = stages.rank_of
         shape = stages.size, training.seq_len // (layout.cp * layout.tp), pipeline.width
         sends = Counter[Send]()
-        for neighbor in (
-            other for stage in stages.ranks[self.stage_rank] for other in (stage - 1, stage + 1)
-        ):
-            if (receiver := rank_of.get(neighbor, self.stage_rank)) != self.stage_rank:
+        neighbors = []
+        for stage in stages.ranks[self.stage_rank]:
+            neighbors += [stage - 1, stage + 1]
+        for neighbor in neighbors:
+            receiver = rank_of.get(neighbor, self.stage_rank)
+            if receiver != self.stage_rank:
                 rank = dist.get_global_rank(pipeline.group, receiver)
                 dtype = getattr(torch, training.mixed_precision_param)
                 sends[rank, shape, dtype] += stages.micro_batches
@@ -141,14 +150,14 @@ class StepRecord:
 
 Group = frozenset[str]
 ROOT = frozenset(("the root",))
-"""FSDP2 gives the root's group no name."""
+"""The root's group, which FSDP2 does not name."""
 
 
 @contextmanager
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
-    """Append the modules of each all-gather and of each reduction, in the order of their issue."""
+    """Append the modules of each all-gather and each reduction, in the order they are issued."""
     with warnings.catch_warnings():
-        # torch 2.11 warns of longer profiles.
+        # torch 2.11 warns about longer profiles.
         warnings.filterwarnings("ignore", message=".*clears events")
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
@@ -157,19 +166,23 @@ def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     finally:
         trace.stop()
     assert trace.profiler and trace.profiler.kineto_results
-    # The public trace.events() makes an object for each of many thousand events: longer than the
-    # row's steps.
-    events = [
-        event
-        for event in trace.profiler.kineto_results.events()
-        if event.name().startswith("FSDP::")
-    ]
+    # The public trace.events() creates an object for each of many thousand events, which takes
+    # longer than the row's steps.
+    events = []
+    for event in trace.profiler.kineto_results.events():
+        if event.name().startswith("FSDP::"):
+            events.append(event)
     for event in sorted(events, key=lambda event: event.start_ns()):
-        if match := re.fullmatch(
-            r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name()
-        ):
-            into = gathered if match[1] == "all_gather" else reduced
-            into.append(frozenset(match[2].split(", ")) if match[2] else ROOT)
+        match = re.fullmatch(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?", event.name())
+        if not match:
+            continue
+        group = ROOT
+        if match[2]:
+            group = frozenset(match[2].split(", "))
+        if match[1] == "all_gather":
+            gathered.append(group)
+        else:
+            reduced.append(group)
 
 
 def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[Group]:
@@ -179,11 +192,14 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
     """
     plan = _plan(job, part)
     policy = str(job.config.parallelism.fsdp_reshard_after_forward)
-    forward_order, order = range(len(plan.groups)), list[int]()
-    policy = "never" if policy == "default" and job.layout.pp > 1 else policy
+    forward_order = range(len(plan.groups))
+    order = list[int]()
+    if policy == "default" and job.layout.pp > 1:
+        policy = "never"
     not_resharded = {"default": {plan.last}, "never": set(forward_order)}.get(policy, set[int]())
-    # FSDP2's own.
-    one_ahead = {turn: (following,) for turn, following in pairwise(plan.backward_order)}
+    backward = {turn: (following,) for turn, following in pairwise(plan.backward_order)}  # FSDP2's
+    if plan.backward:
+        backward = dict(enumerate(plan.backward))
 
     def gather(turns: Sequence[int], prefetched: Mapping[int, tuple[int, ...]]) -> None:
         for turn in turns:
@@ -197,19 +213,19 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
         if kind == "F":
             gather(forward_order, dict(enumerate(plan.forward or ())))
             whole &= not_resharded
-        else:  # which frees parameters only at the end of the step
-            gather(
-                plan.backward_order, dict(enumerate(plan.backward)) if plan.backward else one_ahead
-            )
-    groups, layout, spec = _groups(plan), job.layout, job.spec
-    apart = tuple(
-        f".{path}"
-        for path in expert_paths(spec.rules(job.model_config), spec.blocks)
-        if layout.experts_on_own_mesh
-    )
-    ranks = [
-        layout.expert_fsdp if modules[0].endswith(apart) else layout.fsdp for modules in plan.groups
-    ]
+        else:  # a backward pass frees parameters only at the end of the step
+            gather(plan.backward_order, backward)
+    groups = _groups(plan)
+    layout = job.layout
+    spec = job.spec
+    experts = expert_paths(spec.rules(job.model_config), spec.blocks)
+    apart = tuple(f".{path}" for path in experts)
+    ranks = []
+    for modules in plan.groups:
+        if layout.experts_on_own_mesh and modules[0].endswith(apart):
+            ranks.append(layout.expert_fsdp)
+        else:
+            ranks.append(layout.fsdp)
     return [groups[group] for group in order if ranks[group] > 1]
 
 
@@ -217,16 +233,14 @@ def declared_reductions(job: Job, part: nn.Module) -> list[Group]:
     """Return the groups of a part that have gradients."""
     plan = _plan(job, part)
 
-    def is_trained(modules: Iterable[str]) -> bool:
-        return any(
-            p.requires_grad for name in modules for p in part.get_submodule(name).parameters()
-        )
+    def is_trained(module: str) -> bool:
+        return any(weight.requires_grad for weight in part.get_submodule(module).parameters())
 
-    return [
-        group
-        for group, modules in zip(_groups(plan), plan.groups, strict=True)
-        if is_trained(modules)
-    ]
+    found = []
+    for group, modules in zip(_groups(plan), plan.groups, strict=True):
+        if any(map(is_trained, modules)):
+            found.append(group)
+    return found
 
 
 def _plan(job: Job, part: nn.Module) -> Schedule:
@@ -245,7 +259,7 @@ def _groups(plan: Schedule) -> list[Group]:
 def first_difference(
     actual: Sequence[Group | str], expected: Sequence[Group | str], done: str = "gathered"
 ) -> str:
-    """Describe the first group, or action, that is not as expected, or return an empty string."""
+    """Describe the first group or action that is not as expected, or return an empty string."""
     for number, (one, other) in enumerate(zip_longest(actual, expected, fillvalue="nothing"), 1):
         if one != other:
             return f"{_name(one)} was {done} instead of {_name(other)}, at position {number}"
@@ -253,4 +267,6 @@ def first_difference(
 
 
 def _name(group: Group | str) -> str:
-    return group if isinstance(group, str) else "+".join(sorted(group))
+    if isinstance(group, str):
+        return group
+    return "+".join(sorted(group))

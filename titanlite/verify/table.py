@@ -1,10 +1,10 @@
 """The table: which combinations of table.toml are compared with one process on the whole batch.
 Imports no torch.
 
-A row has one choice of every column. `pairwise` returns a small set of rows that has every valid
-pair of choices; `beyond` returns a few rows per further layout, covering every choice of every
+A row has one choice for every column. `pairwise` returns a small set of rows that has every valid
+pair of choices; `beyond` returns a few rows per further layout, which cover every choice of every
 other column; `full` returns every layout with every recomputation, accumulation and variant, and
-every valid pair of choices in its other columns."""
+every valid pair of choices in the other columns."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,29 @@ from titanlite.config.toml import read_toml
 SAMPLES = 36
 """Samples of the global batch: divisible by every data-parallel degree times every accumulation."""
 MICRO_BATCH = 3
-"""Samples of a pipeline's micro-batch: divides those of a rank, whatever the accumulation."""
+"""Samples of a pipeline's micro-batch: divides a rank's samples, whatever the accumulation."""
 
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
-"""Steps of each optimizer, one optimizer after the other; Muon, and one of the user's own, only in
-float64, where its error is a proof: an algorithm may amplify the rounding of another precision."""
+"""Steps of each optimizer, one optimizer after the other; Muon and a user's optimizer only in
+float64, where the error is a proof: an algorithm may amplify the rounding of another precision."""
 
 _TABLE = read_toml(Path(__file__).with_suffix(".toml"))
-LAYOUTS, BEYOND, ONLY_FULL = (
-    {name: Layout(**degrees) for name, degrees in layouts.items()}
-    for layouts in _TABLE["layouts"].values()
-)
+
+
+def _layouts(kind: str) -> dict[str, Layout]:
+    return {name: Layout(**degrees) for name, degrees in _TABLE["layouts"][kind].items()}
+
+
+LAYOUTS = _layouts("main")
+BEYOND = _layouts("beyond")
+ONLY_FULL = _layouts("only_full")
 ALL_LAYOUTS = LAYOUTS | BEYOND | ONLY_FULL
 OVERRIDES: dict[str, dict[str, str]] = _TABLE["overrides"]
 for _name in get_args(Schedule):
     OVERRIDES["schedule"].setdefault(_name, f"--parallelism.pipeline_parallel_schedule={_name}")
 EXTRAS: dict[str, str] = _TABLE["extras"]
 SPLIT_BY = {"sequence": "cp", "schedule": "pp"}
-"""Columns that stay at their first choice where a layout does not have this dimension."""
+"""Columns that stay at their first choice if a layout does not have this dimension."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +74,17 @@ class Row:
 
     @property
     def batch(self) -> str:
-        """Return the choices that change the batch or else the reference."""
-        changes = self.extra in ("one slice", "large", "imported")
+        """Return the choice that changes the batch, or something else of the reference."""
         if self.documents == "on":
             return "documents"
-        return self.extra if changes else ""
+        if self.extra in ("one slice", "large", "imported"):
+            return self.extra
+        return ""
 
     def overrides(self) -> list[str]:
-        """Return the command line's overrides for this row, without those for its variant of the
-        model.
-        """
-        mesh, flags = self.mesh, [EXTRAS[self.extra]]
+        """Return the command-line overrides for this row, without those of its variant."""
+        mesh = self.mesh
+        flags = [EXTRAS[self.extra]]
         if mesh.pp > 1:
             flags.append(f"--parallelism.pipeline_parallel_microbatch_size={MICRO_BATCH}")
         flags += [of_choice[getattr(self, column)] for column, of_choice in OVERRIDES.items()]
@@ -94,13 +99,21 @@ class Row:
 
     def __str__(self) -> str:
         chosen = [f"{column} {getattr(self, column)}" for column in COLUMNS]
-        return ", ".join([*chosen, self.extra] if self.extra else chosen)
+        if self.extra:
+            chosen.append(self.extra)
+        return ", ".join(chosen)
 
 
 COLUMNS = tuple(field.name for field in fields(Row) if field.name != "extra")
-INDUCTOR, EXTRA, OF_DEVICE = (
-    tuple(Row(**row) for row in _TABLE["rows"][kind]) for kind in ("inductor", "extra", "device")
-)
+
+
+def _rows(kind: str) -> tuple[Row, ...]:
+    return tuple(Row(**row) for row in _TABLE["rows"][kind])
+
+
+INDUCTOR = _rows("inductor")
+EXTRA = _rows("extra")
+OF_DEVICE = _rows("device")
 
 Choices = Mapping[str, Sequence[str]]
 _Pair = frozenset[tuple[str, str]]
@@ -116,8 +129,8 @@ EXCLUDED: set[_Pair] = {
         "replicate2 x ep2",
     )
 }
-"""Pairs with a row in `full` only: compiling takes seconds a rank, and proves no more there than on
-fewer ranks.
+"""Pairs with rows in `full` only: compiling takes seconds per rank, and proves no more there than
+on fewer ranks.
 """
 
 
@@ -127,13 +140,15 @@ def choices(
     documents: Sequence[str] = ("off", "on"),
     **split: Sequence[str],
 ) -> Choices:
-    """Return the choices of every column, for what a model allows of layouts, variants, documents
-    and of SPLIT_BY.
+    """Return the choices of every column, given the layouts, variants, documents and columns of
+    SPLIT_BY that a model allows.
     """
-    by_column: dict[str, Sequence[str]] = {column: [*flags] for column, flags in OVERRIDES.items()}
-    by_column |= {column: [*OVERRIDES[column]][:1] for column in SPLIT_BY} | {
-        "compile": ["off", "aot_eager"]
-    }
+    by_column: dict[str, Sequence[str]] = {}
+    for column, flags in OVERRIDES.items():
+        by_column[column] = [*flags]
+    for column in SPLIT_BY:
+        by_column[column] = [*OVERRIDES[column]][:1]
+    by_column["compile"] = ["off", "aot_eager"]
     by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
     if "cp4" in layouts:  # its ranks have two tokens, too few for three chunks
         by_column["chunks"] = ["1"]
@@ -141,31 +156,31 @@ def choices(
 
 
 def is_valid(row: Mapping[str, str]) -> bool:
-    """Return whether these choices may occur in one row: without sharding, the keys for gathers
-    have no effect, nor do those for sequences and schedules without context or pipeline
-    parallel."""
+    """Return whether these choices may occur in one row: gather keys have no effect without
+    sharding, nor do sequence and schedule keys without context or pipeline parallel."""
     if "layout" not in row:
         return True
     if row.get("prefetch", "0") != "0":
-        row = {"reshard": "always", **row}  # with stages no other choice is left
+        row = {"reshard": "always", **row}  # the only choice left with stages
     chosen = Row(**row)
     layout = chosen.mesh
-    split = layout.cp > 1 or chosen.sequence == "headtail"
-    staged = _is_valid_in_stages(chosen) if layout.pp > 1 else chosen.schedule == "1F1B"
-    return (
-        split
-        and staged
-        and (layout.fsdp > 1 or (chosen.prefetch, chosen.reshard) == ("0", "default"))
-    )
+    if layout.cp == 1 and chosen.sequence != "headtail":
+        return False
+    if layout.fsdp == 1 and (chosen.prefetch != "0" or chosen.reshard != "default"):
+        return False
+    if layout.pp == 1:
+        return chosen.schedule == "1F1B"
+    return _is_valid_in_stages(chosen)
 
 
 def _is_valid_in_stages(row: Row) -> bool:
-    """Return whether the config allows these choices with stages: parameters are gathered more than
-    once, or ahead, only by schedules of one stage a rank; no block is compiled or recomputed by a
-    backward pass in two halves; a V's weights are not tied."""
-    ahead = row.prefetch != "0"
+    """Return whether the config allows these choices with stages: only schedules with one stage per
+    rank gather parameters more than once, or ahead; a backward pass in two halves excludes compiled
+    or recomputed blocks; a V's weights are not tied."""
     again = row.reshard == "always"
-    if again and row.schedule not in SINGLE or ahead and not again:
+    if again and row.schedule not in SINGLE:
+        return False
+    if row.prefetch != "0" and not again:
         return False
     if row.schedule in SPLIT_BACKWARD and (row.compile != "off" or row.recompute != "none"):
         return False
@@ -174,38 +189,46 @@ def _is_valid_in_stages(row: Row) -> bool:
 
 def pairs(of: Choices) -> set[_Pair]:
     """Return every valid pair of choices."""
-    every = (
-        {a: left, b: right}
-        for a, b in combinations(COLUMNS, 2)
-        for left, right in product(of[a], of[b])
-    )
-    return {frozenset(pair.items()) for pair in every if is_valid(_given(of) | pair)}
+    found = set[_Pair]()
+    for one, other in combinations(COLUMNS, 2):
+        for left, right in product(of[one], of[other]):
+            pair = {one: left, other: right}
+            if is_valid(_given(of) | pair):
+                found.add(frozenset(pair.items()))
+    return found
 
 
 def _given(of: Choices) -> dict[str, str]:
-    """Return the layout that all rows have, if there is only one."""
-    return {"layout": of["layout"][0]} if len(of["layout"]) == 1 else {}
+    """Return the layout of all rows, if there is only one."""
+    if len(of["layout"]) == 1:
+        return {"layout": of["layout"][0]}
+    return {}
 
 
 def pairs_in(row: Row) -> set[_Pair]:
-    return {frozenset(pair) for pair in combinations(zip(COLUMNS, astuple(row), strict=False), 2)}
+    found = set[_Pair]()
+    for pair in combinations(zip(COLUMNS, astuple(row), strict=False), 2):
+        found.add(frozenset(pair))
+    return found
 
 
 def pairwise(of: Choices) -> list[Row]:
     """Return a small set of rows that contains every valid pair, always the same.
 
-    They are in the order of the layouts, those with tensor parallel first: these show mistakes in a
-    model's table."""
-    covers = (
-        _cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True)
-        for seed in range(30)
-    )
+    They are in the order of the layouts, those with tensor parallel first, since these reveal
+    mistakes in a model's table."""
+    covers = []
+    for seed in range(30):
+        covers.append(_cover(of, pairs(of) - EXCLUDED, random.Random(seed), prefer_cheap=True))
     order = sorted(LAYOUTS, key=lambda layout: LAYOUTS[layout].tp == 1)
 
-    def cost(
-        rows: list[Row],
-    ) -> int:  # by trial a rank that compiles takes about as long as three that do not
-        return sum(row.mesh.world * (1 if row.compile == "off" else 3) for row in rows)
+    def cost(rows: list[Row]) -> int:
+        total = 0
+        for row in rows:
+            total += row.mesh.world
+            if row.compile != "off":  # a rank that compiles takes about three times as long
+                total += 2 * row.mesh.world
+        return total
 
     return sorted(min(covers, key=cost), key=lambda row: (order.index(row.layout), astuple(row)))
 
@@ -214,14 +237,13 @@ def beyond(of: Choices) -> list[Row]:
     """Return a small set of rows with a layout and every choice of every other column, always the
     same.
 
-    The first is in float64 and with the default split of sequences, if the model allows that.
+    The first is in float64 with the default split of sequences, if the model allows that.
     """
     (layout,) = of["layout"]
     met = {pair for pair in pairs(of) - EXCLUDED if ("layout", layout) in pair}
-    covers = [
-        _cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True)
-        for seed in range(30)
-    ]
+    covers = []
+    for seed in range(30):
+        covers.append(_cover(of, set(met), random.Random(f"{layout} {seed}"), prefer_cheap=True))
 
     def order(row: Row) -> tuple[bool, ...]:
         return (
@@ -235,22 +257,23 @@ def beyond(of: Choices) -> list[Row]:
 
 
 def full(of: Choices) -> list[Row]:
-    """Return the product of the columns that change the mathematics most, and every valid pair of
-    the others.
+    """Return the product of the columns that change the mathematics most, with every valid pair of
+    the other columns.
     """
-    uncovered, rng = pairs(of), random.Random(0)
+    uncovered = pairs(of)
+    rng = random.Random(0)
     varied = ("layout", "recompute", "accumulation", "variant")
     values = product(*(of[column] for column in varied))
-    rows = [
-        _complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng) for choice in values
-    ]
+    rows = []
+    for choice in values:
+        rows.append(_complete(dict(zip(varied, choice, strict=True)), of, uncovered, rng))
     return rows + _cover(of, uncovered, rng)
 
 
 def _cover(
     of: Choices, uncovered: set[_Pair], rng: random.Random, *, prefer_cheap: bool = False
 ) -> list[Row]:
-    """Return rows until every pair is covered: each starts from an uncovered pair and is completed
+    """Return rows that cover every pair: each starts from an uncovered pair and is completed
     greedily.
     """
     rows = []
@@ -268,21 +291,24 @@ def _complete(
     *,
     prefer_cheap: bool = False,
 ) -> Row:
-    """Give each missing column the choice that covers most pairs, without making an excluded one if
-    it can.
+    """Give each missing column the choice that covers most pairs, avoiding excluded pairs if
+    possible.
 
-    Of equally good choices take a random one or, with prefer_cheap, the one that runs fastest.
+    Among equally good choices take a random one or, with prefer_cheap, the one that runs fastest.
     Remove the row's pairs from `uncovered`."""
     for column in sorted(COLUMNS, key=lambda _: rng.random()):
         if column in row:
             continue
-        made = {c: {frozenset(((column, c), other)) for other in row.items()} for c in of[column]}
+        made = {}
+        for c in of[column]:
+            made[c] = {frozenset(((column, c), other)) for other in row.items()}
         valid = [c for c in of[column] if is_valid({**row, column: c})]
         valid = [c for c in valid if not EXCLUDED & made[c]] or valid
         most = max(len(made[c] & uncovered) for c in valid)
         best = [c for c in valid if len(made[c] & uncovered) == most]
-        row[column] = (
-            best[0] if prefer_cheap and column in ("compile", "accumulation") else rng.choice(best)
-        )
+        if prefer_cheap and column in ("compile", "accumulation"):
+            row[column] = best[0]
+        else:
+            row[column] = rng.choice(best)
     uncovered -= pairs_in(Row(**row))
     return Row(**row)

@@ -1,8 +1,8 @@
-"""Write weights of a checkpoint into a folder that other tools read.
+"""Write the weights of a checkpoint to a folder for other tools.
 
-It is written file by file, from tensors that are read one by one: a process holds those of one
-file, at most FILE_BYTES or what a single larger parameter becomes, and never the model. The folder
-is staged and renamed as a checkpoint is.
+Files are written one by one, from tensors that are read one by one. A process has the tensors of
+one file in memory, at most FILE_BYTES or what a single larger parameter becomes, but never the
+model. The folder is staged and renamed like a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from titanlite.runtime.store import LocalPath, rename
 FILE_BYTES = 4 << 30
 
 Fetch = Callable[[str], torch.Tensor]
-"""Returns the whole parameter of this name."""
+"""Returns a whole parameter by name."""
 
 
 @phase("save")
@@ -49,7 +49,8 @@ def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None
     target = export_folder(folder.root, step).local()
 
     def export_it() -> None:
-        job, source = folder.job, step_folder(folder.root, step)
+        job = folder.job
+        source = step_folder(folder.root, step)
         manifest = read_manifest(source)
         translation = translation_of(source, manifest, job.spec, job.model_config)
         base = None
@@ -72,7 +73,7 @@ def export(
     fetch: Fetch,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder of tensors and documents, which replaces one of its name once it is whole."""
+    """Write a folder of tensors and documents; once complete, it replaces one of the same name."""
     files = split(tensors, file_bytes)
     with staging_folder(target, None, f"the export to {target}") as staging:
         for name, content in files.items():
@@ -97,21 +98,25 @@ def export(
 def translation_of(folder: Place, manifest: Manifest, spec: ModelSpec, flavor: Any) -> Translation:
     """Return the translation of a checkpoint's weights; raise if they are not the model's."""
     translation = Translation(spec, flavor)
-    buffers = {
-        name: f"model.{name}" for name in translation.buffers if f"model.{name}" in manifest.tensors
-    }
+    buffers = {}
+    for name in translation.buffers:
+        if f"model.{name}" in manifest.tensors:
+            buffers[name] = f"model.{name}"
     values = load_tensors(folder, buffers.values(), manifest)
     translation.refuse([name for name, saved_name in buffers.items() if values[saved_name].any()])
-    saved = {
-        name.removeprefix("model."): t.shape
-        for name, t in manifest.tensors.items()
-        if name.startswith("model.")
-    }
-    saved = {name: shape for name, shape in saved.items() if name not in buffers}
+    saved = {}
+    for full, tensor in manifest.tensors.items():
+        name = full.removeprefix("model.")
+        if name != full and name not in buffers:
+            saved[name] = tensor.shape
     expected = translation.shapes
     if manifest.base:
         expected = {name: shape for name, shape in expected.items() if is_adapter(name)}
-    if wrong := [name for name in {**expected, **saved} if expected.get(name) != saved.get(name)]:
+    wrong = []
+    for name in {**expected, **saved}:
+        if expected.get(name) != saved.get(name):
+            wrong.append(name)
+    if wrong:
         raise CorruptCheckpoint(
             f"{folder} does not hold the weights of the model in its {CONFIG}:{some_of(wrong)}"
         )
@@ -124,7 +129,7 @@ def weights_of(
     base: BaseWeights | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Fetch:
-    """Return a function that reads a parameter from a checkpoint or, in this type, its base."""
+    """Return a function that reads a parameter from a checkpoint or, in `dtype`, from its base."""
 
     def fetch(name: str) -> torch.Tensor:
         saved = f"model.{name}"
@@ -136,7 +141,7 @@ def weights_of(
 
 
 def merged(fetch: Fetch, translation: Translation) -> Fetch:
-    """Return a function that adds its adapter to each parameter that has one."""
+    """Return a function that fetches a parameter with its adapter, if any, added."""
 
     def fetch_merged(name: str) -> torch.Tensor:
         weight = fetch(name)
@@ -144,18 +149,21 @@ def merged(fetch: Fetch, translation: Translation) -> Fetch:
         adapters = translation.adapters
         if adapters is None or a not in translation.shapes:
             return weight
-        # In float64, so that the sum is rounded once.
+        # In float64, so that the sum is rounded only once.
         return merge(weight.double(), fetch(a), fetch(b), adapters.scale)
 
     return fetch_merged
 
 
 def plain_tensors(manifest: Manifest, dtype: torch.dtype) -> list[HFTensor]:
-    """Return a checkpoint's weights by their own names; integers keep their type."""
+    """Return a checkpoint's weights under their own names; integers keep their type."""
     tensors = []
     for name, entry in manifest.tensors.items():
         if name.startswith("model."):
-            saved_dtype, plain_name = dtype_of(entry.dtype), name.removeprefix("model.")
-            new_dtype = dtype if saved_dtype.is_floating_point else saved_dtype
+            saved_dtype = dtype_of(entry.dtype)
+            plain_name = name.removeprefix("model.")
+            new_dtype = saved_dtype
+            if saved_dtype.is_floating_point:
+                new_dtype = dtype
             tensors.append(HFTensor(plain_name, (plain_name,), entry.shape, new_dtype))
     return tensors

@@ -1,7 +1,6 @@
-"""A Hugging Face folder's safetensors files and their index: planned and written whole, read by
-region.
+"""A Hugging Face folder's safetensors files and their index: planned, written, and read by region.
 
-Nothing in such a folder is code.
+Nothing in such a folder is run as code.
 """
 
 import json
@@ -20,16 +19,15 @@ from titanlite.errors import UserError, first_line
 from titanlite.registry import Box
 from titanlite.runtime import store
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTensor]]:
-    """Return files by name, each of `max_bytes` at most or of one parameter.
+    """Return files by name, each of at most `max_bytes` or of a single parameter.
 
-    The same for any number of ranks.
-
-    The slices of a parameter stay in one file, so that it is gathered once.
+    The slices of a parameter stay in one file, so that it is read once.
     """
     files: list[list[HFTensor]] = []
     free = 0
@@ -41,23 +39,26 @@ def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTenso
             free = max_bytes
         files[-1] += run
         free -= size
-    return {
-        f"model-{i:05}-of-{len(files):05}.safetensors": file
-        for i, file in enumerate(files, start=1)
-    }
+    found = dict[str, list[HFTensor]]()
+    for i, file in enumerate(files, start=1):
+        found[f"model-{i:05}-of-{len(files):05}.safetensors"] = file
+    return found
 
 
 def index(files: dict[str, list[HFTensor]]) -> bytes:
-    """Return the index document: the file of each tensor."""
-    weight_map = {tensor.name: name for name, file in files.items() for tensor in file}
-    total = sum(tensor.nbytes for file in files.values() for tensor in file)
-    return (
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    ).encode()
+    """Return the index document, which has the file of each tensor."""
+    weight_map = {}
+    total = 0
+    for name, file in files.items():
+        for tensor in file:
+            weight_map[tensor.name] = name
+            total += tensor.nbytes
+    content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a file of tensors in host memory, and bring it to the disk."""
+    """Write a file of tensors in host memory, and sync it to disk."""
     save_file(tensors, path, metadata={"format": "pt"})
     store.share(path)
     store.sync(path)
@@ -66,7 +67,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 class Reader:
     """Reads the tensors of a folder with an index, or with one file.
 
-    `faults` are its missing and unusable parts.
+    `faults` lists missing and unusable parts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,20 +83,19 @@ class Reader:
                 self.faults.append(f"{file}: {first_line(error)}")
                 continue
             present = set(opened.keys())
-            self.faults += [
-                f"{name}: not in {file}, where the index has it"
-                for name in sorted(indexed - present)
-            ]
+            for name in sorted(indexed - present):
+                self.faults.append(f"{name}: not in {file}, where the index has it")
             for name in sorted(present):
                 part = opened.get_slice(name)
-                self.shapes[name], self._file_of[name] = tuple(part.get_shape()), file
+                self.shapes[name] = tuple(part.get_shape())
+                self._file_of[name] = file
                 if part.get_dtype() not in WEIGHT_TYPES:
                     self.faults.append(
                         f"{name}: {part.get_dtype()}, but weights are {', '.join(WEIGHT_TYPES)}"
                     )
 
     def _indexed_files(self) -> dict[str, set[str]]:
-        """Return files, and the tensors of each by the index."""
+        """Return the files, and the tensors of each according to the index."""
         path = self.folder / INDEX
         if not path.exists():
             if not (self.folder / SINGLE).exists():

@@ -1,4 +1,4 @@
-"""Read weights from a Hugging Face folder, into a model's shards or into a checkpoint.
+"""Read weights from a Hugging Face folder into a model's shards or a checkpoint.
 
 All names, shapes and config.json are compared before anything is read; then each rank reads the
 regions that its shards need.
@@ -26,16 +26,16 @@ from titanlite.runtime.bucket import Place
 
 
 class HuggingFaceFolder:
-    """A Hugging Face folder that fits a model, opened.
-
-    Raises an error that names all that does not fit.
+    """An opened Hugging Face folder that fits a model; otherwise an error names all that does not
+    fit.
     """
 
     def __init__(
         self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()
     ) -> None:
         self.folder = folder
-        self._reader, self.translation = Reader(folder), Translation(spec, flavor)
+        self._reader = Reader(folder)
+        self.translation = Translation(spec, flavor)
         table = self.translation.table
         check_exclude_patterns(exclude, {f"model.{name}" for name in table})
         self.names = [name for name in table if not excluded(f"model.{name}", exclude)]
@@ -45,24 +45,26 @@ class HuggingFaceFolder:
         contradictions = config_faults(self._config, self.translation.hf, self.translation.config)
         faults = [*self._reader.faults, *contradictions, *self._differences()]
         if faults:
-            remedy = (
-                " (--model.flavor hf takes its sizes from config.json)" if contradictions else ""
-            )
+            remedy = ""
+            if contradictions:
+                remedy = " (--model.flavor hf takes its sizes from config.json)"
             what = f"{folder} does not fit {spec.name} as configured{remedy}"
             raise UserError(f"{what}; nothing was read:{some_of(faults)}")
 
     def _differences(self) -> Iterator[str]:
-        shapes, hf = self._reader.shapes, self.translation.hf
+        shapes = self._reader.shapes
+        hf = self.translation.hf
         tensors = self.translation.hf_tensors(torch.float32)
         expected = {tensor.name: tensor.shape for tensor in tensors}
-        # Saved without its head class, as the hub's GPT-2, a model lacks the first component of
-        # every name.
+        # A model saved without its head class, such as the hub's GPT-2, lacks the first component
+        # of every name.
         bare = {name: name.partition(".")[2] for name in expected}
         is_bare = not expected.keys() & shapes and set(bare.values()) & shapes.keys()
         self._name_in_folder = bare if is_bare else {name: name for name in expected}
-        needed = {
-            tensor.name for tensor in tensors if not {*self.names}.isdisjoint(tensor.parameters)
-        }
+        needed = set()
+        for tensor in tensors:
+            if not {*self.names}.isdisjoint(tensor.parameters):
+                needed.add(tensor.name)
         for name, shape in expected.items():
             found = shapes.get(self._name_in_folder[name])
             if found is None and name in needed:
@@ -80,15 +82,19 @@ class HuggingFaceFolder:
 
     def read(self, name: str, region: Box | None = None) -> torch.Tensor:
         """Read a region of a parameter, or all of it."""
-        names, read = self._name_in_folder, self._reader.read
+        names = self._name_in_folder
+        read = self._reader.read
         return self.translation.read(name, region, lambda hf_name, part: read(names[hf_name], part))
 
     @torch.no_grad()
     def fill(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of every parameter that it holds into `model.NAME`."""
+        """Copy this rank's part of every parameter into `model.NAME`, if it has that."""
         for name in self.names:
             tensor = live.get(f"model.{name}")
-            if tensor is not None and (local := local_part(tensor)).numel():
+            if tensor is None:
+                continue
+            local = local_part(tensor)
+            if local.numel():
                 local.copy_(self.read(name, box_of(tensor)))
 
 
@@ -102,13 +108,14 @@ def to_checkpoint(
     """Write a checkpoint of step 0 with only the folder's weights, one tensor at a time, in this
     process.
 
-    The biases of routers, which the folder lacks, are zero.
+    Biases of routers, which the folder lacks, are zero.
     """
-    shapes, kept = source.translation.shapes, source.translation.kept
-    tensors = {
-        f"model.{name}": torch.empty(shapes[name], dtype=kept.get(name, dtype), device="meta")
-        for name in source.names
-    }
+    shapes = source.translation.shapes
+    kept = source.translation.kept
+    tensors = dict[str, torch.Tensor]()
+    for name in source.names:
+        like = torch.empty(shapes[name], dtype=kept.get(name, dtype), device="meta")
+        tensors[f"model.{name}"] = like
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
     class Source(Planner):
@@ -124,6 +131,7 @@ def to_checkpoint(
         ENVIRONMENT: to_json(environment),
     }
     content = Content(0, None, lambda _: documents, weights_only=True)
-    state, writer = nested(tensors | buffers), Writer(root, content)
+    state = nested(tensors | buffers)
+    writer = Writer(root, content)
     alone(dcp.save, state, storage_writer=writer, planner=Source())
     return step_folder(root, 0)

@@ -1,8 +1,8 @@
-"""Translate weights between a model's names and those of its Hugging Face folder, by the model's
-table.
+"""Translate weights between a model's names and those of its Hugging Face folder, according to the
+model's table.
 
-A rank reads only the region of a tensor that its shard holds, and from the folder's tensor only the
-part that the transforms need for that. How files are read is left to `files.py`.
+A rank reads only the region of a tensor that its shard needs, and of the folder's tensor only the
+part that the transforms need for it. `files.py` reads the files.
 """
 
 import json
@@ -23,7 +23,7 @@ from titanlite.registry.lora import is_adapter
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of a Hugging Face folder, and the parameters that it is made of."""
+    """A tensor of a Hugging Face folder, and the parameters that it is made from."""
 
     name: str
     parameters: tuple[str, ...]
@@ -31,17 +31,18 @@ class HFTensor:
     dtype: torch.dtype
     transforms: tuple[WeightTransform, ...] = ()
     dim: int = 0
-    """Along which several parameters are joined."""
+    """The dimension along which several parameters are joined."""
     slice: int | None = None
-    """The slice of dimension 0 of the parameters that it is made of, if it is not made of all."""
+    """The index in dimension 0 of the parameters, if it is made from one slice of them."""
     conversion: Conversion | None = None
-    """Makes it instead."""
+    """Makes the tensor instead of transforms."""
 
     def build(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor made of these parameters' weights."""
+        """Return the tensor, made from the weights of its parameters."""
         if self.conversion:
             return self.conversion.to_hf(weights, self.name).to(self.dtype).contiguous()
-        weights = weights if self.slice is None else [weight[self.slice] for weight in weights]
+        if self.slice is not None:
+            weights = [weight[self.slice] for weight in weights]
         return _transform(weights, self.transforms, self.dim).to(self.dtype).contiguous()
 
     @property
@@ -54,13 +55,14 @@ def _transform(
 ) -> torch.Tensor:
     for transform in transforms:
         weights = [transform.to_hf(weight) for weight in weights]
-    return torch.cat(list(weights), dim) if len(weights) > 1 else weights[0]
+    if len(weights) > 1:
+        return torch.cat(list(weights), dim)
+    return weights[0]
 
 
 class Translation:
-    """Names, shapes and transforms between a model and its Hugging Face folder.
-
-    Raises if the model has no names.
+    """Names, shapes and transforms between a model and its Hugging Face folder; raises if the model
+    has no Hugging Face names.
     """
 
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
@@ -69,19 +71,21 @@ class Translation:
                 f"{spec.name} has no Hugging Face names: its ModelSpec has no hf. To write plain "
                 "safetensors by its own names: titanlite checkpoint export --format safetensors"
             )
-        self.hf, self.config = spec.hf, spec.hf.config(flavor)
+        self.hf = spec.hf
+        self.config = spec.hf.config(flavor)
         self.conversions = spec.hf.conversions(flavor) if spec.hf.conversions else {}
         self.adapters = spec.adapters
-        """Added to the weights that are written."""
+        """Adapters to add to the weights that are written."""
         model, table = build_meta_model(spec, flavor)
         self.table = {name: rule for name, rule in table.items() if not is_adapter(name)}
-        if faults := [name for name, rule in self.table.items() if not rule.hf]:
+        faults = [name for name, rule in self.table.items() if not rule.hf]
+        if faults:
             raise UserError(f"{spec.name}: the table has no Hugging Face name of{some_of(faults)}")
         self.buffers = persistent_buffers(model)
-        """Those that checkpoints have, on the meta device. The folder has no place for them."""
+        """Buffers in checkpoints, on the meta device, for which the folder has no names."""
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.kept: dict[str, torch.dtype] = {}
-        """The types of tensors that are written as they are."""
+        """The types of tensors that are written without a cast."""
         if spec.hf.conversions:  # the folder of a class has its buffers
             self.table |= {name: Rule(name, zeros, "replicated", name) for name in self.buffers}
             for name, buffer in self.buffers.items():
@@ -90,7 +94,7 @@ class Translation:
             self.buffers = {}
 
     def refuse(self, buffers: Sequence[str]) -> None:
-        """Raise if there are buffers that the folder would lack."""
+        """Raise if there are buffers that the folder cannot have."""
         if buffers:
             raise UserError(
                 f"can't be written for Hugging Face, which has no such tensors:{some_of(buffers)}\n"
@@ -115,15 +119,15 @@ class Translation:
                 continue
             slices.setdefault(rule.hf_name(name), {})[rule.part.index] = name
         for hf_name, names in slices.items():
-            rule, parameters = self.table[names[0]], tuple(names[i] for i in range(len(names)))
+            rule = self.table[names[0]]
+            parameters = tuple(names[i] for i in range(len(names)))
             assert len(names) == rule.part.of, f"the table lacks parts of {hf_name}"
-            whole = [torch.empty(self.shapes[n], device="meta") for n in parameters]
-            numbers = range(len(whole[0])) if "#" in hf_name else [None]
-            example = _transform(
-                whole if numbers == [None] else [weight[0] for weight in whole],
-                rule.via,
-                rule.part.dim,
-            )
+            examples = [torch.empty(self.shapes[n], device="meta") for n in parameters]
+            numbers: Sequence[int | None] = [None]
+            if "#" in hf_name:
+                numbers = range(len(examples[0]))
+                examples = [example[0] for example in examples]
+            example = _transform(examples, rule.via, rule.part.dim)
             shape = tuple(example.shape)
             kept = self.kept.get(hf_name, dtype)
             for i in numbers:
@@ -134,14 +138,16 @@ class Translation:
     def read(
         self, name: str, region: Box | None, read_hf: Callable[[str, Box], torch.Tensor]
     ) -> torch.Tensor:
-        """Read a region of the parameter `name`, or all of it, with `read_hf(name in the folder,
-        region of it)`.
+        """Read a region of the parameter `name`, or all of it; `read_hf` takes a name in the folder
+        and a region of that tensor.
         """
-        rule, shape = self.table[name], self.shapes[name]
+        rule = self.table[name]
+        shape = self.shapes[name]
         if name in self.conversions:
             weight = self.conversions[name].from_hf(name, lambda hf_name: read_hf(hf_name, ()))
             return weight if region is None else weight[region]
-        region, hf_name = region or tuple(slice(0, size) for size in shape), rule.hf_name(name)
+        region = region or tuple(slice(0, size) for size in shape)
+        hf_name = rule.hf_name(name)
         if "#" not in hf_name:
             return _read(rule, hf_name, shape, region, read_hf)
         numbers = range(region[0].start, region[0].stop)
@@ -156,7 +162,7 @@ def _read(
     region: Box,
     read_hf: Callable[[str, Box], torch.Tensor],
 ) -> torch.Tensor:
-    """Read a region of one tensor of the folder after a row's transforms."""
+    """Read a region of one tensor of the folder, with a row's transforms undone."""
     inverses = []
     for transform in rule.via:
         wanted = region
@@ -167,7 +173,8 @@ def _read(
         shape = tuple(transform.to_hf(torch.empty(shape, device="meta")).shape)
     fused = rule.part
     if fused.of > 1:
-        offset, one = fused.index * shape[fused.dim], region[fused.dim]
+        offset = fused.index * shape[fused.dim]
+        one = region[fused.dim]
         shifted = slice(offset + one.start, offset + one.stop)
         region = (*region[: fused.dim], shifted, *region[fused.dim + 1 :])
     weight = read_hf(hf_name, region)
@@ -179,19 +186,21 @@ def _read(
 def documents(
     config: Mapping[str, Any], dtype: torch.dtype, tokenizer: Tokenizer | None
 ) -> dict[str, bytes]:
-    """Return the files that go with the tensors: config.json, generation_config.json, and those
-    of the tokenizer.
+    """Return the files next to the tensors: config.json, generation_config.json, and those of the
+    tokenizer.
     """
     end = tokenizer.end if tokenizer else None
-    # In titanlite a document begins after the end of another.
+    # In titanlite a document begins after the end token of another.
     ids = {"bos_token_id": end, "eos_token_id": end}
-    if end is None:  # a class may need those of its config
+    if end is None:  # the class may need the ids in its config
         ids = {key: config.get(key) for key in ids}
     texts: dict[str, Any] = {
         "config.json": {**config, **ids, "torch_dtype": str(dtype).removeprefix("torch.")},
         "generation_config.json": ids,
     }
-    files = {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in texts.items()}
+    files = {}
+    for name, value in texts.items():
+        files[name] = (json.dumps(value, indent=2) + "\n").encode()
     if tokenizer and not tokenizer.assets:
         files |= byte_files()
     elif tokenizer:

@@ -1,4 +1,4 @@
-"""Write adapters into a folder that the package peft reads."""
+"""Write adapters to a folder in the format of the peft package."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from titanlite.runtime.store import LocalPath
 def export_adapters(
     target: LocalPath, translation: Translation, fetch: Callable[[str], torch.Tensor], base: str
 ) -> None:
-    """Write the adapters of a model, whose own weights are those of the folder or name `base`."""
+    """Write the adapters of a model, whose other weights are in the folder or repository `base`."""
     adapters = translation.adapters
     if adapters is None:
         raise UserError("--format peft: the run has no adapters (lora.rank = 0)")
@@ -33,7 +33,7 @@ def export_adapters(
             continue
         module = rule.hf_name(matrix).removesuffix(".weight")
         rows = fetch(b).float()
-        for transform in rule.via:  # what permutes the matrix's rows permutes B's
+        for transform in rule.via:  # permutes the rows of B like those of the matrix
             rows = transform.to_hf(rows)
         tensors[f"base_model.model.{module}.lora_A.weight"] = fetch(a).float().contiguous()
         tensors[f"base_model.model.{module}.lora_B.weight"] = rows.contiguous()
@@ -48,7 +48,7 @@ def export_adapters(
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
-        "target_modules": modules,  # peft drops adapters of others without a word
+        "target_modules": modules,  # peft silently drops adapters of other modules
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

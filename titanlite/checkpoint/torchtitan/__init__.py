@@ -1,3 +1,3 @@
-"""Holds the exchange with TorchTitan's checkpoints, which torch's DCP wrote: names, and reading.
-May import the rest of checkpoint and the rooms below that.
-Never runs code of a folder: of its pickle only a few classes are made."""
+"""Exchange of checkpoints with TorchTitan, in the format of torch's DCP: names, reading, writing.
+May import the rest of checkpoint and the rooms below it. Never runs code from a folder: from its
+pickle only a few classes are created."""

@@ -1,7 +1,7 @@
-"""Read what torch's DCP says of a folder, and compare its files with that.
+"""Read the .metadata of torch's DCP, and compare a folder's files with it.
 
-`.metadata` is a pickle. Of it only the classes below are made; any other name in it is refused
-before anything is called, so that a folder of others runs no code.
+`.metadata` is a pickle. Only the classes below are created from it; any other name is refused
+before anything is called, so that an untrusted folder runs no code.
 """
 
 import io
@@ -31,14 +31,15 @@ _CLASSES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what a `.metadata` of torch consists of, and nothing else."""
+    """Creates the objects in a `.metadata` of torch, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, "").split():
             return resolve_name(f"{module}:{name}")
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # where it was saved
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
             return dtype
         raise UserError(f"names {module}.{name}, which torch never writes there")
 
@@ -50,8 +51,9 @@ class Reader(FileSystemReader):
         super().__init__(folder)
         self.folder = folder
         self.metadata = self._load()
-        if found := [*self._faults(self.metadata)]:
-            raise UserError(f"{folder} is not as it was written:{some_of(found)}")
+        found = [*self._faults(self.metadata)]
+        if found:
+            raise UserError(f"{folder} has changed since it was written:{some_of(found)}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
@@ -70,7 +72,7 @@ class Reader(FileSystemReader):
             raise UserError(f"{path}: damaged or not torch's: {first_line(error)}") from None
 
     def _faults(self, metadata: Metadata) -> Iterator[str]:
-        """Yield files that are not there in their sizes, and tensors that are not stored whole."""
+        """Yield missing files, files of wrong sizes, and tensors that are not completely stored."""
         ends: dict[str, int] = {}
         for place in metadata.storage_data.values():
             end = place.offset + place.length
@@ -84,5 +86,6 @@ class Reader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            if (stored := sum(prod(chunk.sizes) for chunk in entry.chunks)) != prod(entry.size):
+            stored = sum(prod(chunk.sizes) for chunk in entry.chunks)
+            if stored != prod(entry.size):
                 yield f"{key}: {stored:,} of {prod(entry.size):,} numbers are stored"

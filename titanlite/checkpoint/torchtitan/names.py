@@ -5,34 +5,35 @@ from typing import Any
 from titanlite.registry import ModelSpec, WeightTransform
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
+"""What torch.compile and activation checkpointing insert into names."""
 _STATE = "optimizer.state."
 _OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 class Names:
-    """Translates between `model.NAME` and `optimizer.NAME.KEY` here and the keys there."""
+    """Translates between `model.NAME` or `optimizer.NAME.KEY` and TorchTitan's keys."""
 
     def __init__(self, spec: ModelSpec, flavor: Any) -> None:
-        self.form, self._rules = spec.torchtitan(flavor), spec.rules(flavor)
+        self.form = spec.torchtitan(flavor)
+        self._rules = spec.rules(flavor)
         self.ties = {rule.tied: rule.pattern for rule in self._rules if rule.tied}
-        """Second names of tensors, which TorchTitan stores twice, and their first."""
+        """The first name for each second name of a tensor, which TorchTitan stores twice."""
 
     def ours(self, key: str) -> str:
-        """Return our name of a key; none of what is no tensor of ours."""
+        """Return our name for a key, or an empty string if it is not one of our tensors."""
         for wrapper in WRAPPERS:
             key = key.replace(wrapper, "")
         if key.startswith(_STATE):
             name, _, kind = key.removeprefix(_STATE).rpartition(".")
-            return "" if name in self.ties else f"optimizer.{self._renamed(name)}.{kind}"
-        is_weight = key.partition(".")[0] not in _OTHERS and key not in {
-            *self.ties,
-            *self.form.zeros,
-        }
-        return f"model.{self._renamed(key)}" if is_weight else ""
+            if name in self.ties:
+                return ""
+            return f"optimizer.{self._renamed(name)}.{kind}"
+        if key.partition(".")[0] in _OTHERS or key in self.ties or key in self.form.zeros:
+            return ""
+        return f"model.{self._renamed(key)}"
 
     def theirs(self, name: str) -> str:
-        """Return the key of one of our names."""
+        """Return TorchTitan's key for one of our names."""
         first, _, rest = name.partition(".")
         if first == "model":
             return self._renamed(rest, back=True)
@@ -44,7 +45,9 @@ class Names:
         if not self.form.rotates_halves:
             return ()
         first, _, rest = name.partition(".")
-        parameter = rest if first == "model" else rest.rpartition(".")[0]
+        parameter = rest
+        if first != "model":
+            parameter = rest.rpartition(".")[0]
         return next((rule.via for rule in self._rules if rule.match(parameter) is not None), ())
 
     def _renamed(self, name: str, back: bool = False) -> str:

@@ -30,13 +30,13 @@ from titanlite.registry import Box, ModelSpec
 from titanlite.runtime.store import LocalPath
 
 Wanted = Mapping[str, tuple[Box, torch.Tensor]]
-"""By key, the region to read and the tensor to fill with it."""
+"""The region to read and the tensor to fill with it, by key."""
 _TYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "bool")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it is stored."""
+    """The description of a stored tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -44,11 +44,12 @@ class Stored:
 
 
 class Regions(DefaultLoadPlanner):
-    """Reads regions of tensors, and objects that hold no code."""
+    """Reads regions of tensors, and objects without code."""
 
     def __init__(self, wanted: Wanted, objects: list[str]) -> None:
         super().__init__()
-        self._wanted, self._keys = wanted, objects
+        self._wanted = wanted
+        self._keys = objects
         self.objects: dict[str, Any] = {}
 
     def set_up_planner(
@@ -57,7 +58,8 @@ class Regions(DefaultLoadPlanner):
         self._entries = metadata.state_dict_metadata if metadata else {}
 
     def create_local_plan(self) -> LoadPlan:
-        items, nothing = list[ReadItem](), torch.Size((0,))
+        items = list[ReadItem]()
+        nothing = torch.Size((0,))
         for key, (box, _) in self._wanted.items():
             start = torch.Size(each.start for each in box)
             chunk = ChunkStorageMetadata(start, torch.Size(sizes_of(box)))
@@ -79,49 +81,50 @@ class Regions(DefaultLoadPlanner):
 
 
 class Folder:
-    """A folder that torch's DCP wrote."""
+    """A folder written by torch's DCP."""
 
     def __init__(self, path: LocalPath) -> None:
         self._reader = Reader(path)
         entries = self._reader.metadata.state_dict_metadata
-        self.tensors = [
-            Stored(key, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        ]
+        self.tensors = list[Stored]()
+        for key, entry in entries.items():
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = str(entry.properties.dtype).removeprefix("torch.")
+                self.tensors.append(Stored(key, tuple(entry.size), dtype))
         self.objects = entries.keys() - {stored.key for stored in self.tensors}
 
     def read(self, wanted: Wanted, objects: list[str]) -> dict[str, Any]:
-        """Fill tensors; return the objects of these keys."""
+        """Fill tensors; return the objects with these keys."""
         planner = Regions(wanted, objects)
         try:
             load({}, storage_reader=self._reader, planner=planner, no_dist=True)
         except CheckpointException as failed:
             error = cause(failed)
             why = first_line(error)
-            if kind := re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error)):
-                why = f"has tensors of {kind[1]}, as quantized ones are; plain ones are read"
+            kind = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+            if kind:
+                why = f"has tensors of {kind[1]}, such as quantized ones; only plain ones are read"
             raise UserError(f"{self._reader.folder}: {why}") from None
         return planner.objects
 
 
 class File:
-    """A file of torch.save, as dcp_to_torch_save makes of such a folder."""
+    """A file of torch.save, made from such a folder by dcp_to_torch_save."""
 
     def __init__(self, path: LocalPath) -> None:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             self._values = dict(_flat("", state))
-        except Exception as error:  # a damaged file raises anything
+        except Exception as error:  # a damaged file may raise anything
             raise UserError(
-                f"{path}: no file of dcp_to_torch_save that can be read with weights_only: "
+                f"{path}: not a file of dcp_to_torch_save that can be read with weights_only: "
                 f"{first_line(error)}"
             ) from None
-        self.tensors = [
-            Stored(key, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            for key, value in self._values.items()
-            if isinstance(value, torch.Tensor)
-        ]
+        self.tensors = list[Stored]()
+        for key, value in self._values.items():
+            if isinstance(value, torch.Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                self.tensors.append(Stored(key, tuple(value.shape), dtype))
         self.objects = self._values.keys() - {stored.key for stored in self.tensors}
 
     def read(self, wanted: Wanted, objects: list[str]) -> dict[str, Any]:
@@ -135,45 +138,55 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for key, inner in value.items():
-        yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+        name = f"{prefix}.{key}" if prefix else str(key)
+        yield from _flat(name, inner)
 
 
 class TorchTitanCheckpoint:
-    """A checkpoint of TorchTitan, opened: tensors by our names, and how far the run is."""
+    """An opened checkpoint of TorchTitan: tensors by our names, and the run's progress."""
 
-    base = None  # it holds all weights
+    base = None  # it has all weights
 
     def __init__(self, path: LocalPath, spec: ModelSpec, flavor: Any) -> None:
         self.path = path
         self._source = File(path) if path.is_file() else Folder(path)
         self._names = Names(spec, flavor)
         self.tensors: dict[str, Stored] = {}
-        """Those of weights, and of the optimizer for each weight."""
+        """The weights, and the optimizer's tensors for each weight."""
         self._scalars: dict[str, Stored] = {}
         for stored in self._source.tensors:
-            if name := self._names.ours(stored.key):
-                is_scalar = not stored.shape and name.startswith("optimizer.")
-                (self._scalars if is_scalar else self.tensors)[name] = stored
-        unread = [f"{s.key}: {s.dtype}" for s in self.tensors.values() if s.dtype not in _TYPES]
+            name = self._names.ours(stored.key)
+            if name.startswith("optimizer.") and not stored.shape:
+                self._scalars[name] = stored
+            elif name:
+                self.tensors[name] = stored
+        unread = []
+        for stored in self.tensors.values():
+            if stored.dtype not in _TYPES:
+                unread.append(f"{stored.key}: {stored.dtype}")
         if unread:
             raise UserError(f"{path} has tensors of types that are not read:{some_of(unread)}")
         self._require_zeros()
 
     def _require_zeros(self) -> None:
-        """Raise unless what this model lacks is zero."""
+        """Raise unless the tensors that this model lacks are zero."""
         there = {stored.key: stored.shape for stored in self._source.tensors}
-        found = {key: torch.zeros(there[key]) for key in self._names.form.zeros if key in there}
-        whole = {key: tuple(slice(0, size) for size in value.shape) for key, value in found.items()}
-        self._source.read({key: (whole[key], value) for key, value in found.items()}, [])
-        if used := [key for key, value in found.items() if value.any()]:
+        wanted = dict[str, tuple[Box, torch.Tensor]]()
+        for key in self._names.form.zeros:
+            if key in there:
+                whole = tuple(slice(0, size) for size in there[key])
+                wanted[key] = whole, torch.zeros(there[key])
+        self._source.read(wanted, [])
+        used = [key for key, (_, value) in wanted.items() if value.any()]
+        if used:
             raise UserError(
-                f"{self.path} has values that the model has no tensors for, as routers have biases "
-                f'with model.overrides.balance = "bias" alone:{some_of(used)}'
+                f"{self.path} has values that the model has no tensors for; routers have biases "
+                f'only with model.overrides.balance = "bias":{some_of(used)}'
             )
 
     @cached_property
     def progress(self) -> tuple[int, int]:
-        """The step, and the tokens seen by all ranks."""
+        """The step, and the number of tokens seen by all ranks."""
         keys = ["train_state.step", "train_state.ntokens_seen", "dataloader.world_size"]
         found = self._source.read({}, [key for key in keys if key in self._source.objects])
         if keys[0] not in found:
@@ -182,7 +195,7 @@ class TorchTitanCheckpoint:
                 "start from the weights with checkpoint.initial_load_model_only = true"
             )
         step, tokens, ranks = (found.get(key, 1) for key in keys)
-        return step, tokens * ranks  # TorchTitan counts those of a data-parallel rank
+        return step, tokens * ranks  # TorchTitan counts the tokens of one data-parallel rank
 
     @cached_property
     def numbers(self) -> dict[str, float]:
@@ -197,8 +210,10 @@ class TorchTitanCheckpoint:
         wanted: dict[str, tuple[Box, torch.Tensor]] = {}
         turned = []
         for name, tensor in tensors.items():
-            stored, local = self.tensors[name], local_part(tensor).detach()
-            box, buffer = box_of(tensor), local
+            stored = self.tensors[name]
+            local = local_part(tensor).detach()
+            box = box_of(tensor)
+            buffer = local
             if not local.numel():
                 continue
             for transform in self._names.via(name):

@@ -1,4 +1,4 @@
-"""Write a checkpoint as torch's DCP does, one tensor in memory at a time."""
+"""Write a checkpoint in the format of torch's DCP, with one tensor in memory at a time."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 class _Late(DefaultSavePlanner):
-    """Reads each tensor that is only described when it is written."""
+    """Reads each tensor, of which there is only a description, when it is written."""
 
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -26,7 +26,9 @@ class _Late(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
-        return self._read(index.fqn) if isinstance(found, torch.Tensor) and found.is_meta else found
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            return self._read(index.fqn)
+        return found
 
 
 def write(
@@ -37,8 +39,8 @@ def write(
     read: Read,
     extras: Mapping[str, Any],
 ) -> None:
-    """Write all tensors of a checkpoint and the optimizer's numbers, by TorchTitan's names, with
-    `extras` beside them.
+    """Write all tensors of a checkpoint and the optimizer's numbers under TorchTitan's names, and
+    `extras`.
     """
     state: dict[str, Any] = {key: torch.zeros(shape) for key, shape in names.form.zeros.items()}
     sources = {names.theirs(name): name for name in manifest.tensors}

@@ -1,5 +1,5 @@
-"""How the rules of a config are applied: a rule takes what it reads as arguments, and is left out
-where one of them could not be found.
+"""How the rules of a config are applied: a rule gets what it needs as arguments, and is skipped if
+one of them could not be derived.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class InvalidField(Exception):
-    """A field without a valid value is read; it has a fault already."""
+    """A field without a valid value was read; its fault is already recorded."""
 
 
 class _View:
-    """A section that raises InvalidField when an invalid field is read."""
+    """A section that raises InvalidField if an invalid field is read."""
 
     def __init__(self, section: Section, prefix: str, invalid: set[str]) -> None:
         self._section = section
@@ -33,21 +33,23 @@ class _View:
         if key in self._invalid:
             raise InvalidField(key)
         value = getattr(self._section, name)
-        return _View(value, key + ".", self._invalid) if isinstance(value, Section) else value
+        if isinstance(value, Section):
+            return _View(value, key + ".", self._invalid)
+        return value
 
 
 class Check:
-    """The faults of a config, found so far."""
+    """The faults of a config found so far."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.faults = list(loaded.faults)
         self.config = cast(JobConfig, _View(loaded.config, "", loaded.invalid))
-        """What rules read: an invalid field ends the rule."""
+        """The config for rules; reading an invalid field ends the rule."""
         self._loaded = loaded
 
     def find(self, derive: Callable[..., T | None], *inputs: Any, **others: Any) -> T | None:
-        """Return what a function derives from its inputs, or None: where it refuses a key, or lacks
-        one of its inputs. Others, by keyword, may be None.
+        """Return what a function derives from its inputs, or None if it refuses a key or an input
+        is missing. Keyword arguments may be None.
         """
         if any(value is None for value in inputs):
             return None
@@ -56,7 +58,7 @@ class Check:
         return None
 
     def apply(self, rule: Callable[..., Refusals], *inputs: Any) -> None:
-        """Record what a rule refuses, unless it lacks one of its inputs."""
+        """Record what a rule refuses, unless an input is missing."""
         if any(value is None for value in inputs):
             return
         with suppress(InvalidField):
@@ -64,7 +66,7 @@ class Check:
                 self.refuse(key, why)
 
     def refuse(self, key: str, why: str) -> None:
-        """Record the fault of a key, with its value and where the value comes from."""
+        """Record the fault of a key, with its value and the value's origin."""
         value = value_of(self._loaded.config, key)
         if isinstance(value, (Section, dict)):
             value = None

@@ -1,4 +1,6 @@
-"""What follows where a key lacks what it needs: it is refused, or has no effect."""
+"""Keys whose needs are not met: they are refused, or have no effect."""
+
+from itertools import chain
 
 from titanlite.config.layout import Batch, Layout
 from titanlite.config.rules.check import Check, Refusals
@@ -7,7 +9,7 @@ from titanlite.config.section import Condition, MeshCondition, Needs
 
 
 def apply_rules(check: Check) -> None:
-    """Refuse the keys whose lack would change the numbers, or what is loaded or saved."""
+    """Refuse keys whose unmet needs would change the numbers, or what is loaded or saved."""
     for key, declared in NEEDS.items():
         for needs in declared:
             if needs.why:
@@ -18,9 +20,11 @@ def _asks_in_vain(config: JobConfig, key: str, needs: Needs) -> Refusals:
     if not is_set(config, key):
         return
     for need in needs.conditions:
-        assert isinstance(need, Condition), "a refusal waits for no mesh"
+        assert isinstance(need, Condition), "a refusal cannot depend on the mesh"
         if not need.holds(config):
-            remedy = f"set {need.key}, or remove the key" if need.key else "remove the key"
+            remedy = "remove the key"
+            if need.key:
+                remedy = f"set {need.key}, or remove the key"
             yield key, f"{need.lack} {needs.why}; {remedy}"
 
 
@@ -30,7 +34,7 @@ def idle_keys(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]
     for key, declared in NEEDS.items():
         if not is_set(config, key):
             continue
-        for need in (need for needs in declared for need in needs.conditions):
+        for need in chain.from_iterable(needs.conditions for needs in declared):
             if isinstance(need, MeshCondition):
                 holds = need.holds(config, layout, batch)
                 lack = "on 1 rank" if layout.world == 1 and need.by_ranks else need.lack

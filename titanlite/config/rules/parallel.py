@@ -134,7 +134,8 @@ def _does_not_divide(degree: int, what: str, legal: list[int]) -> str:
 
 def _split_by_tensor_parallel(config: JobConfig, shape: ModelDims) -> dict[str, int]:
     """Return the sizes that a tensor-parallel degree must divide."""
-    training, validation = config.training, config.validation
+    training = config.training
+    validation = config.validation
     sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
     sizes["tokens in a sequence"] = training.seq_len
     if validation.enable and validation.seq_len:
@@ -239,7 +240,8 @@ def _expert_parallel_finds_experts(
 
 
 def _expert_parallel_divides_experts_and_ranks(layout: Layout, shape: ModelDims) -> Refusals:
-    experts, ranks = shape.experts, layout.fsdp * layout.tp
+    experts = shape.experts
+    ranks = layout.fsdp * layout.tp
     sizes = {"experts": experts, "ranks of data_parallel_shard x context x tensor parallel": ranks}
     for what, size in sizes.items():
         if experts and size % layout.ep:

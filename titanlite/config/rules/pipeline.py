@@ -1,7 +1,7 @@
 """Rules of pipeline parallel: the stages of the keys, and the needs of a schedule."""
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 from typing import Any
 
@@ -53,10 +53,14 @@ def check_stages(
 
 def bare_stages(stages: Stages, blocks: str) -> str:
     """Return a line about stages that have no layer, or an empty string."""
-    layers = [sum(name.startswith(f"{blocks}.") for name in names) for names in stages.names]
+    layers = []
+    for names in stages.names:
+        layers.append(sum(name.startswith(f"{blocks}.") for name in names))
     bare = [f"{stage}" for stage, number in enumerate(layers) if not number]
     why = f"have none of the {sum(layers)} layers, so their ranks mostly wait"
-    return f"stages {_listed(bare)} of {len(layers)} {why}" if bare else ""
+    if bare:
+        return f"stages {_listed(bare)} of {len(layers)} {why}"
+    return ""
 
 
 def _listed(values: Iterable[object]) -> str:
@@ -83,7 +87,9 @@ def _count_stages(
     refuse: Refuse, config: JobConfig, layout: Layout, shape: ModelDims
 ) -> int | None:
     """Return the number of stages that a schedule runs."""
-    settings, pp, layers = config.parallelism, layout.pp, shape.layers
+    settings = config.parallelism
+    pp = layout.pp
+    layers = shape.layers
     if pp == 1:
         return 1
     schedule = settings.pipeline_parallel_schedule
@@ -100,7 +106,10 @@ def _count_stages(
         refuse(_NAMES, f"names {number} stages, and {needs}")
     else:
         total = layers + sum(ends_weigh(settings))
-        legal = [size for size in range(1, total + 1) if fits(schedule, pp, ceil(total / size))]
+        legal = []
+        for size in range(1, total + 1):
+            if fits(schedule, pp, ceil(total / size)):
+                legal.append(size)
         why = f"{total} layers, the weights of the ends included, make {number} stages, and {needs}"
         refuse(f"{_PIPELINE}layers_per_stage", f"{why}; legal: {_listed(legal)}")
     return None
@@ -130,9 +139,8 @@ def _find_modules(
     split = split_layers(layers, number, first, last)
     if split:
         starts = [len(spec.before) + part.start for part in split[1:]]
-        return tuple(
-            tuple(modules[start:end]) for start, end in pairwise([0, *starts, len(modules)])
-        )
+        bounds = pairwise([0, *starts, len(modules)])
+        return tuple(tuple(modules[start:end]) for start, end in bounds)
     each = (layers + first + last) // number
     counted = f"{layers} layers (the embedding counts as {first}, the head as {last})"
     why = f"{counted} give {number} stages {each} or {each + 1}"
@@ -154,7 +162,7 @@ def _find_modules(
 def _named_modules(
     refuse: Refuse, named: list[list[str]], modules: list[str], spec: ModelSpec
 ) -> Rows | None:
-    given = [name for names in named for name in names]
+    given = [*chain(*named)]
     faults = {
         "unknown": [name for name in given if name not in modules],
         "missing": [name for name in modules if name not in given],
@@ -183,7 +191,9 @@ def _stages(
     modules: Rows,
 ) -> Stages:
     """Return the stages; nothing is wrong with them."""
-    schedule = "" if layout.pp == 1 else config.parallelism.pipeline_parallel_schedule
+    schedule = ""
+    if layout.pp != 1:
+        schedule = config.parallelism.pipeline_parallel_schedule
     ranks = stages_of_ranks(schedule, layout.pp, len(modules))
     micro_batches = batch.local * batch.accumulation // micro_batch
     return Stages(modules, ranks, schedule, micro_batches, micro_batch)
@@ -219,10 +229,8 @@ def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> R
     if compiler.enable and "model" in compiler.components:
         why = "a compiled block would run its whole backward pass for each of the halves"
         yield "compile.components", f'{why}; remove "model", or {instead}'
-    if config.activation_checkpoint.mode in (
-        "full",
-        "selective",
-    ):  # torch 2.14: llama3 10 times, not once
+    # torch 2.14 recomputes a block of llama3 10 times.
+    if config.activation_checkpoint.mode in ("full", "selective"):
         why = "a split backward pass would recompute a block again for each of its parameters"
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
 

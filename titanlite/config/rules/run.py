@@ -94,7 +94,10 @@ def find_model(
         spec = spec.of(model)
         shape = spec.shape(model)
         sizes = asdict(shape).items()
-        empty = [f"{name} {size}" for name, size in sizes if size < 1 and name not in _MAY_BE_0]
+        empty = []
+        for name, size in sizes:
+            if size < 1 and name not in _MAY_BE_0:
+                empty.append(f"{name} {size}")
         if empty:
             raise UserError(f"the model would have {', '.join(empty)}; sizes are at least 1")
         return spec, model, shape
@@ -133,10 +136,13 @@ def _adapters_fit(config: JobConfig, spec: ModelSpec, model: Any) -> Refusals:
         yield "lora.dropout", why
 
 
-def _names_are_registered(
-    config: JobConfig, spec: ModelSpec
-) -> Refusals:  # once model.package is imported
-    converters = ["float8" if x in FLOAT8_CONVERTERS else x for x in config.model.converters]
+def _names_are_registered(config: JobConfig, spec: ModelSpec) -> Refusals:
+    """Check names that model.package may register, which has been imported."""
+    converters = []
+    for name in config.model.converters:
+        if name in FLOAT8_CONVERTERS:
+            name = "float8"
+        converters.append(name)
     for key, names, find in (
         ("model.converters", converters, find_converter),
         ("metrics.sinks", config.metrics.sinks, get_sink),
@@ -177,7 +183,9 @@ def _schedule_fits_the_steps(config: JobConfig) -> Refusals:
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     warmup = schedule.warmup_steps
-    decay = round(total * (schedule.decay_ratio or 0))
+    decay = 0
+    if schedule.decay_ratio:
+        decay = round(total * schedule.decay_ratio)
     if schedule.decay_ratio and warmup + decay > total:
         legal = f"at most {max(0, total - warmup) / total:.3g}"
         yield (
@@ -213,7 +221,9 @@ def _precisions_agree(config: JobConfig) -> Refusals:
 
 
 def _folders_are_inside_the_dump_folder(config: JobConfig) -> Refusals:
-    taken: dict[tuple[str, ...], str] = {(name,): f"{name} of a run" for name in _OTHER_FILES}
+    taken: dict[tuple[str, ...], str] = {}
+    for name in _OTHER_FILES:
+        taken[(name,)] = f"{name} of a run"
     for key in _FOLDERS:
         path = value_of(config, key)
         if key == "checkpoint.folder" and is_url(path):

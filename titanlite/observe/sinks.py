@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl always, TensorBoard where enabled; and the line on the console.
+"""What a run records: metrics.jsonl always, TensorBoard if enabled, and the line on the console.
 trackers.py has the sinks of other packages.
 """
 
@@ -20,7 +20,9 @@ Values = dict[str, Any]  # numbers, or None, by the keys of metrics.jsonl
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step: the keys of its line in metrics.jsonl, which docs/observing.md explains."""
+    """One logged step. The fields are the keys of its line in metrics.jsonl, documented in
+    docs/observing.md.
+    """
 
     step: int
     loss: float
@@ -41,16 +43,18 @@ class StepRecord:
 
     @property
     def data_percent(self) -> float:
-        """Percentage of the step's time that was spent waiting for data."""
+        """Percentage of the step's time spent waiting for data."""
         return 100 * self.data_seconds / self.step_seconds
 
     def line(self, steps: int, memory_percent: float) -> str:
-        """Return the console's line; parsers rely on its first fields. `steps` is the target for
+        """Return the console's line, whose first fields parsers rely on. `steps` is the target for
         the eta.
         """
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.2f}%"
-        left = (steps - self.step) * self.step_seconds
-        eta = format_duration(left if self.eta_seconds is None else self.eta_seconds)
+        left = self.eta_seconds
+        if left is None:
+            left = (steps - self.step) * self.step_seconds
+        eta = format_duration(left)
         return (
             f"step: {self.step:2}  loss: {self.loss:8.5f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({memory_percent:.2f}%)  tps: {round(self.tps):,}  "
@@ -74,13 +78,17 @@ class StepRecord:
             "time_metrics/data_loading(%)": self.data_percent,
             "recompiles": self.recompiles,
         }
-        return tags if self.mfu is None else {**tags, "mfu(%)": self.mfu}
+        if self.mfu is None:
+            return tags
+        return {**tags, "mfu(%)": self.mfu}
 
 
 class JsonLines:
-    """metrics.jsonl: one object per line, floats in full precision; null for values that are not
-    finite. A sink records numbers of a step, named as there (`values`) or as in TensorBoard
-    (`tags`); as a file it drops earlier records after step `after`.
+    """metrics.jsonl: one object per line, with floats in full precision and null for values that
+    are not finite.
+
+    A sink records the numbers of a step, named as in metrics.jsonl (`values`) or as in TensorBoard
+    (`tags`). A file drops existing records of steps later than `after`.
     """
 
     def __init__(self, path: Path, after: int = 0) -> None:
@@ -90,51 +98,48 @@ class JsonLines:
         self.close = self._file.close
 
     def write(self, step: int, values: Values, tags: Values) -> None:
-        finite = {
-            key: None if value is None or not math.isfinite(value) else value
-            for key, value in values.items()
-        }
+        finite = {}
+        for key, value in values.items():
+            finite[key] = value
+            if value is not None and not math.isfinite(value):
+                finite[key] = None
         record = {"step": step, **finite, "time": round(time.time(), 3)}
         _append(self._file, (json.dumps(record) + "\n").encode())
 
 
 class TensorBoard:
-    """TensorBoard's event files. torch's SummaryWriter writes in a thread, which a full disk ends
-    for good.
+    """TensorBoard's event files. torch's SummaryWriter is not used: its thread does not survive a
+    full disk.
     """
 
     def __init__(self, folder: Path, after: int) -> None:
-        # Costs a quarter of a second.
-        from tensorboard.summary.writer.record_writer import (
-            RecordWriter,
-        )
+        # This import takes a quarter of a second.
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
         self._records = RecordWriter(SimpleNamespace(write=partial(_append, file)))
         self.close = file.close
-        self._event = import_module(
-            "tensorboard.compat.proto.event_pb2"
-        ).Event  # a type checker would not find it
+        # A type checker would not find this name.
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
         self._add(file_version="brain.Event:2")
         if after:
-            self._add(step=after + 1, session_log={"status": "START"})  # later records are dropped
+            self._add(step=after + 1, session_log={"status": "START"})  # drops later records
 
     def write(self, step: int, values: Values, tags: Values) -> None:
-        self._add(
-            step=step,
-            summary={"value": [{"tag": t, "simple_value": value} for t, value in tags.items()]},
-        )
+        scalars = [{"tag": tag, "simple_value": value} for tag, value in tags.items()]
+        self._add(step=step, summary={"value": scalars})
 
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _append(file: FileIO, record: bytes) -> None:
-    """Write a record at once, since a run may be killed; of one that a full disk cuts off, leave
-    nothing.
+    """Write a record immediately, since a run may be killed; leave nothing of it if the disk is
+    full.
     """
-    end, rest = file.seek(0, os.SEEK_END), record
+    end = file.seek(0, os.SEEK_END)
+    rest = record
     try:
         while rest:
             rest = rest[file.write(rest) :]
@@ -144,10 +149,12 @@ def _append(file: FileIO, record: bytes) -> None:
 
 
 def _drop_later(path: Path, after: int) -> None:
-    """Remove from a metrics.jsonl the steps later than `after`, and a line that a killed run left
-    incomplete.
+    """Remove from metrics.jsonl the steps later than `after`, and an incomplete line left by a
+    killed run.
     """
-    end, late, is_cut = 0, b"", False
+    end = 0
+    late = b""
+    is_cut = False
     with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
         for line in file:
             is_later = json.loads(line)["step"] > after or not line.endswith(b"\n")
@@ -165,4 +172,6 @@ def format_duration(seconds: float) -> str:
     """Return seconds as 1:02:03, 2:03 or 0:03."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
