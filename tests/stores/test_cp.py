@@ -40,11 +40,11 @@ def test_a_copy_to_a_store_and_back_is_the_same_bytes_and_every_verb_reads_it(
     for name, source in {"ours": url, "theirs": saved}.items():
         tool("checkpoint export", source, tmp_path / name)
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-    back = tmp_path / "back"
-    tool("checkpoint cp", url, back)
+    tool("checkpoint cp", url, tmp_path / "back")
+    back = tmp_path / "back/checkpoint"  # where a run in back looks
     assert contents(back / "step-2") == contents(second)
     assert {path.name for path in back.iterdir()} == {"step-2", "latest"}
-    assert "already" in tool("checkpoint cp", url, back, "--all")
+    assert "already" in tool("checkpoint cp", url, back.parent, "--all")
     assert contents(back / "step-1") == contents(first)
     assert not [*(tmp_path / "user").glob("titanlite/*")]
 

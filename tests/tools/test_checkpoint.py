@@ -37,8 +37,8 @@ def test_verify_reads_every_byte(run, tool):
 
 
 def test_a_copy_that_is_there_is_success_and_another_step_of_its_number_is_kept(run, tool):
-    step, copies = run / "checkpoint/step-2", run / "copies"
-    assert tool("checkpoint cp", step, copies).endswith("verified\n")
+    step, copies = run / "checkpoint/step-2", run / "copies/checkpoint"
+    assert tool("checkpoint cp", step, copies.parent).endswith("verified\n")
     written = (copies / "step-2").stat().st_ino
     says(tool("checkpoint cp", step, copies), step, f"{copies}/step-2 already")
     content = (step / "config.toml").read_bytes()

@@ -121,6 +121,10 @@ class LocalPath(PosixPath):
     def forget(self, state: object) -> None:
         """Delete what was fetched, unless another process uses it."""
 
+    def of_run(self, name: str) -> LocalPath:
+        """Return where the run of this folder has its checkpoints; a bucket has them itself."""
+        return self if self.name == name else self / name
+
     def free_bytes(self) -> int:
         """Return for how many bytes there is room."""
         return shutil.disk_usage(self).free

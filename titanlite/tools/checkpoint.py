@@ -295,7 +295,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
         {
             "FROM": (f"{_PLACE[0]}; or a folder of Hugging Face or TorchTitan", place),
             "TO": (
-                "the folder or URL in which step-N will be, such as a run's outputs/checkpoint; "
+                "a run's dump folder, a folder of checkpoints, or the URL in which step-N will be; "
                 "the copy of a Hugging Face folder",
                 place,
             ),

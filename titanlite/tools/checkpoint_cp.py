@@ -14,6 +14,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
+from titanlite.config.checkpoint_schema import Checkpoint
 from titanlite.errors import UserError, format_bytes
 from titanlite.runtime.bucket import Place
 from titanlite.tools.checkpoint_hf import copy_folder
@@ -25,6 +26,8 @@ def copy(arguments: Namespace) -> int:
     given, root = arguments.__dict__["from"], arguments.to
     if not given.is_file() and ((given / "config.json").exists() or is_foreign(given)):
         return copy_folder(given, root)
+    if not committed(root):
+        root = root.of_run(Checkpoint().folder)
     if not arguments.all:
         _copy(find_checkpoint(given), root)
         return 0
