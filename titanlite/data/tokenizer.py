@@ -187,7 +187,7 @@ def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokeniz
     return JsonTokenizer(Path(assets), origin) if assets else ByteTokenizer()
 
 
-def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
+def tokenizer_of(config: JobConfig) -> Tokenizer | None:
     """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
     have none. Where all data are shards, a model's folder may be without one.
     """
@@ -201,12 +201,9 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     if len(shards) == len(config.training.places) and is_model_alone(Path(assets)):
         assets = ""
     assets = assets or next(copies, "")
-    if (
-        shards
-        and not assets
-        and vocab_size != BYTE_VOCABULARY
-        and not any(map(read_manifest, shards))
-    ):
+    manifests = [read_manifest(folder) for folder in shards]
+    is_known = any(manifest and manifest["tokenizer"] for manifest in manifests)
+    if shards and not assets and not is_known:
         return None
     return load_tokenizer(assets)
 
@@ -222,7 +219,7 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
     Raise a UserError if it has ids beyond the model's vocabulary, or if there is none and
     generate.at_end needs it.
     """
-    tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
+    tokenizer = tokenizer_of(job.config)
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:
