@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from benchmarks.harness import keep, ratio  # noqa: E402
 from titanlite.config.schema import Dataloader  # noqa: E402
+from titanlite.data.foreign import list_tokens, token_files  # noqa: E402
 from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
@@ -59,7 +60,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS, dtype=np.uint16)
         np.save(f"{folder}/0.npy", tokens)
-        source = ShardSource("bench", Path(folder), VOCAB, end=-1)
+        files = token_files("bench", f"{folder}/0.npy", "int64")
+        list_tokens({"bench": files}, "int64", -1, Path(folder) / "listed")
+        source = ShardSource(Path(folder) / "listed", VOCAB)
         data = Windows(
             [Concatenated(source, arguments.seq, False, "bench")], arguments.seq, 0, repeat=True
         )
@@ -88,7 +91,7 @@ def _compare_with_a_store(arguments: argparse.Namespace) -> None:
     loaded = {way: list[float]() for way in ways}
     for _ in range(arguments.rounds + 1):
         for way, path in ways.items():
-            source = open_shards("bench", path, 1 << 16, -1)
+            source = open_shards("bench", path, 1 << 16)
             data = Windows([Concatenated(source, seq, False, "bench")], seq, 0, repeat=True)
             seconds = _time_loader(data, 0, prefetch=False)
             loaded[way].append(seconds)

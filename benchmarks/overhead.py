@@ -35,6 +35,7 @@ from benchmarks.harness import keep, ratio  # noqa: E402
 from benchmarks.plain import LOG, Plain, write_tokens  # noqa: E402
 from benchmarks.usual import BATCH, SEQ, SIZES, WARM_UP, build  # noqa: E402
 from tests.jobs import QUIET, full, job, trainer  # noqa: E402
+from titanlite.data.foreign import list_tokens, token_files  # noqa: E402
 from titanlite.train.trainer import Trainer  # noqa: E402
 from titanlite.verify.pool import Pool  # noqa: E402
 
@@ -87,7 +88,7 @@ def overrides(steps: int, folder: str, replicas: bool, model: str) -> list[str]:
     sizes += [f"--model.overrides.{name}={size}" for name, size in SIZES.items()]
     tokens = [
         "--training.dataset=tokens",
-        f"--training.dataset_path={data(folder)}",
+        f"--training.dataset_path={folder}/listed",
         f"--training.seq_len={SEQ}",
     ]
     same = (
@@ -244,6 +245,8 @@ def main() -> None:
     for model, ranks in itertools.product(arguments.models, arguments.ranks):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             write_tokens(data(folder), VOCAB, TOKENS)
+            files = token_files("bench", str(data(folder)), "int64")
+            list_tokens({"bench": files}, "int64", -1, Path(folder) / "listed")
             turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas, model)
             found[f"{model}, ranks {ranks}"] = turns | peaks(
                 ranks, Path(folder), arguments.replicas, model

@@ -144,6 +144,8 @@ def shards(ranks: int) -> dict[str, float]:
         "fingerprint": "x",
         "content": "x",
         "state": "",
+        "tokens": ranks << 30,
+        "documents": 1,
         "end": 9,
         "vocab_size": 1 << 17,
         "shards": listed,
@@ -151,7 +153,7 @@ def shards(ranks: int) -> dict[str, float]:
     with TemporaryDirectory() as name:
         Path(name, MANIFEST).write_text(json.dumps(document))
         path = Path(name)
-        opening = processor_seconds(lambda: ShardSource("training", path, 1 << 17, 9))
+        opening = processor_seconds(lambda: ShardSource(path, 1 << 17))
     return {"data: as many shards as ranks are opened, s": opening}
 
 

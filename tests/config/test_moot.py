@@ -44,7 +44,6 @@ BY_DEFAULT = {  # what a run on one rank lacks: a key that needs it, and a value
     "without compile.enable": "compile.backend=eager",
     "without quantize.linear.float8.enable": "quantize.linear.float8.recipe_name=rowwise",
     "without training.dataloader.num_workers": "training.dataloader.prefetch_factor=3",
-    "without token shards": "training.dataloader.token_dtype=uint16",
     "without checkpoint.enable": "checkpoint.interval=7",
     "without checkpoint.enable or initial_load_path": "checkpoint.exclude_from_loading=['data']",
     "without lora.rank": "lora.alpha=1.0",

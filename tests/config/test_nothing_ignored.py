@@ -132,7 +132,6 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallelism.pipeline_parallel_first_stage_less_layers "
     "parallelism.pipeline_parallel_last_stage_less_layers "
     "parallelism.module_fqns_per_model_part",
-    "data/test_formats.py": "training.dataloader.token_dtype",
     "data/test_sources.py": "model.hf_assets_path",
     "data/test_windows.py": "training.packing training.document_mask training.mixture",
     "faults/test_beat.py": "fault.stall_seconds",

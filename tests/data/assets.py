@@ -1,10 +1,12 @@
-"""Train a small BPE tokenizer for tests."""
+"""A small BPE tokenizer, and lists of token files."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titanlite.data.foreign import list_tokens, token_files
 
 SPECIAL = ("<|end_of_text|>",)
 
@@ -27,3 +29,13 @@ def make_assets(
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
     return folder
+
+
+def listed(path: Path, kind: str, end: int = -1) -> Path:
+    """List token files next to their folder, or next to the only one, and return the list's folder,
+    which keeps its packing plans.
+    """
+    out = path.parent / f"{path.name}-listed"
+    (out / "manifest.json").unlink(missing_ok=True)
+    list_tokens({str(path): token_files("SRC", str(path), kind)}, kind, end, out)
+    return out

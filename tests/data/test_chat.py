@@ -188,8 +188,6 @@ def test_data_show_has_documents_apart_and_what_is_trained_in_brackets(tmp_path,
     shown = show("b.txt", 8).splitlines()
     assert shown[0].startswith("⟦like this⟧: trained") and not shown[1]
     assert shown[2] == "window 0: 8 of 8 trained" and shown[4][1] == "⟦"
-    np.arange(300, 400, dtype=np.uint16).tofile(tmp_path / "c.npy")
-    says(show("c.npy", 4), " ⟦ ")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "more.parquet"])

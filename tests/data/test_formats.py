@@ -1,25 +1,27 @@
-"""Token ids of Megatron and OLMo are read as they are: their type, and documents where the index or
-the table beside them ends them; raw ids in the type that is named.
+"""Token files of other programs: a run reads what `data prepare --from` lists of them, with
+documents that end where they say.
 """
 
 import gzip
-import pickle
+import shlex
 import struct
 import subprocess
 import sys
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.assets import listed, make_assets
+from tests.jobs import TINY
 from tests.messages import refused, says
-from titanlite.data.megatron import read_index
-from titanlite.data.olmo import read_table
 from titanlite.data.packing import LABELS, Concatenated, Packed
 from titanlite.data.packing_plan import open_plan
-from titanlite.data.sources import open_source
+from titanlite.data.shards import ShardSource, header
+from titanlite.data.tokenizer import load_tokenizer
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -39,14 +41,15 @@ def write(folder: Path, documents: list[list[list[int]]], dtype: str = "uint16")
     return folder / "text.bin"
 
 
-def opened(path: Path, vocabulary: int = 300, token_dtype: str = ""):
-    return open_source("training", "tokens", str(path), None, vocabulary, "text", token_dtype)
+def opened(path: Path, kind: str) -> ShardSource:
+    return ShardSource(listed(path, kind, end=6), 300)  # which is within documents
 
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_documents_end_where_the_index_says(tmp_path, dtype):
     """No end token is there; a document of two sequences is one; an empty one is none."""
-    source = opened(write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10, 11, 12, 13]]], dtype))
+    path = write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10, 11, 12, 13]]], dtype)
+    source = opened(path, "megatron")
     assert source.read(0, 9).tolist() == [*range(5, 14)]
     assert source.document_ends().tolist() == [4, 9]
     window = np.empty((4, 6), np.int64)
@@ -60,9 +63,9 @@ def test_documents_end_where_the_index_says(tmp_path, dtype):
     ("at", "byte", "named"),  # without a byte, the rest is cut off
     [
         (0, b"x", "Megatron"),
-        (20, b"", "Megatron"),
-        (-3, b"", "truncated"),
-        (1 << 20, b"\0", "truncated"),
+        (20, b"", "cut"),
+        (-3, b"", "cut"),
+        (1 << 20, b"\0", "cut"),
         (9, b"\2", "version 2"),
         (17, b"\6", "type 6"),
         (17, b"\4", "order of"),
@@ -79,14 +82,17 @@ def test_another_index_is_named(tmp_path, at, byte, named):
     content[at : at + 1 if byte else None] = byte
     index.write_bytes(content)
     with refused("text.idx", named):
-        opened(path)
+        listed(path, "megatron")
 
 
 def test_a_bin_of_another_size_is_named(tmp_path):
     path = write(tmp_path, [[[5, 6, 7]]])
     path.write_bytes(path.read_bytes()[:-1])
     with refused("3 ids of uint16", "5 bytes"):
-        opened(path)
+        listed(path, "megatron")
+    (tmp_path / "text.idx").unlink()
+    with refused(path, "text.idx"):
+        listed(path, "megatron")
 
 
 THEIRS = """
@@ -120,12 +126,19 @@ def test_what_megatrons_own_builder_writes_is_read(tmp_path):
     if not find_spec("megatron"):
         pytest.skip("needs megatron-core: pip install --no-deps megatron-core")
     subprocess.run([sys.executable, "-c", THEIRS, str(tmp_path)], check=True)
-    source = opened(tmp_path / "text.bin")
+    source = opened(tmp_path / "text.bin", "megatron")
     assert source.read(0, 11).tolist() == [*range(5, 16)]
     assert source.document_ends().tolist() == [4, 9, 11]
     found = [(tmp_path / name).read_bytes() for name in ("text.bin", "text.idx")]
     write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10], [11, 12, 13]], [[14, 15]]], "int32")
     assert found == [(tmp_path / name).read_bytes() for name in ("text.bin", "text.idx")]
+
+
+def write_as(kind: str, folder: Path, documents: Any) -> None:
+    if kind == "olmo":
+        write_table(folder, documents)
+    else:
+        write(folder, [[each] for each in documents])
 
 
 def write_table(folder: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
@@ -145,99 +158,116 @@ def write_table(folder: Path, documents: list[list[int]], dtype: str = "uint16")
 DOCUMENTS_OF = [[5, 6, 7, 8], [], [9, 10, 11, 12, 13]]
 
 
-def test_documents_end_where_the_table_says(tmp_path):
-    """No end token is there, and an empty document is none; numpy's own files may have a table."""
-    path = write_table(tmp_path, DOCUMENTS_OF)
-    for _ in range(2):
-        source = opened(tmp_path)
-        assert source.read(0, 9).tolist() == [*range(5, 14)]
-        assert source.document_ends().tolist() == [4, 9]
-        assert pickle.loads(pickle.dumps(source)).document_ends().tolist() == [4, 9]
-        np.save(path, np.fromfile(path, np.uint16))
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
+def test_documents_end_where_the_table_says_and_ids_have_the_bytes_of_its_number(tmp_path, dtype):
+    """No end token is there, and an empty document is none."""
+    source = opened(write_table(tmp_path, DOCUMENTS_OF, dtype), "olmo")
+    assert source.read(0, 9).tolist() == [*range(5, 14)]
+    assert source.document_ends().tolist() == [4, 9]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
-@pytest.mark.parametrize("name", ["ids.npy", "ids.bin"])
-def test_ids_of_a_file_that_does_not_say_their_type_have_the_named_one(tmp_path, name, dtype):
-    ids = np.arange(200, dtype=dtype)
-    ids.tofile(tmp_path / name)
-    source = opened(tmp_path, token_dtype=dtype)
-    assert source.read(0, 200).tolist() == ids.tolist()
-    assert pickle.loads(pickle.dumps(source)).tokens == 200
+def saved(array: Any) -> bytes:
+    """Return what numpy writes."""
+    file = BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
-def test_what_a_file_says_of_its_ids_is_above_the_named_type(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(9, dtype=np.int64))
-    assert opened(tmp_path, token_dtype="uint16").tokens == 9
-
-
-@pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_ids_that_would_be_read_in_another_type_are_named(tmp_path, dtype):
-    path = write_table(tmp_path, DOCUMENTS_OF, "uint32")
-    with refused("csv.gz", "9 ids", "18", "token_dtype"):
-        opened(tmp_path)
-    (tmp_path / "part-0.csv.gz").unlink()
-    np.arange(1, 99, dtype=dtype).tofile(path)
-    with refused("part-0.npy", "4 bytes"):
-        opened(tmp_path)
-    assert opened(tmp_path, token_dtype=dtype).tokens == 98
-    if dtype == "int64":  # read as uint32, every second id would be 0
-        with refused("part-0.npy", "8 bytes", "token_dtype"):
-            opened(tmp_path, vocabulary=100_000)
-    np.zeros(99, np.uint16).tofile(path)
-    assert opened(tmp_path).tokens == 99, "all zero is no sign of that"
-
-
-@pytest.mark.parametrize("kind", [write, write_table])
-def test_other_ends_of_documents_are_other_data_with_a_plan_of_their_own(tmp_path, kind):
-    """And so is another length of windows."""
-    found = []
-    for every, seq_len in ((8, 32), (32, 32), (32, 16)):
-        documents: Any = [[*range(at, at + every)] for at in range(1, 65, every)]
-        kind(tmp_path, [[each] for each in documents] if kind is write else documents)
-        read_index.cache_clear()  # as a new process begins
-        read_table.cache_clear()
-        source = opened(tmp_path)
-        found.append((source.fingerprint, [*open_plan(source, seq_len).pieces(0)]))
-    (eights, many), (others, few), (same, short) = found
-    assert eights != others == same
-    assert len(many) > len(few) and few != short
-
-
-def test_other_ids_anywhere_in_a_long_shard_are_other_data(tmp_path):
-    ids = np.arange(8192, dtype=np.uint16) % 200 + 1
-    ids.tofile(tmp_path / "a.npy")
-    before = opened(tmp_path).fingerprint
-    ids[2100:4100] += 5
-    ids.tofile(tmp_path / "a.npy")
-    assert opened(tmp_path).fingerprint != before
-
-
-def test_shards_of_subfolders_are_read_and_hidden_files_are_not(tmp_path):
-    (tmp_path / "part2" / ".cache").mkdir(parents=True)
-    for name, first in (("a.npy", 1), ("part2/b.npy", 101)):
-        np.arange(first, first + 64, dtype=np.uint16).tofile(tmp_path / name)
-    for hidden in ("._a.npy", "part2/._b.npy", "part2/.cache/c.npy"):
-        (tmp_path / hidden).write_bytes(b"\0\5\26\7" * 32)
-    assert opened(tmp_path).read(0, 128).tolist() == [*range(1, 65), *range(101, 165)]
+INTACT = header(5, np.dtype(np.uint16)) + bytes(10)
 
 
 @pytest.mark.parametrize(
-    ("table", "named"),
+    ("kind", "name", "content", "named"),
     [
-        (b"hello", "gzipped"),
-        (gzip.compress(b"0,4\n4,9\n")[:-9], "damaged: Compressed"),
-        (gzip.compress(b"start,end\n0,9\n"), "damaged: invalid"),
-        (gzip.compress(b"0,4\n5,9\n"), "begin where"),
-        (gzip.compress(b"0\n4,9\n"), "damaged"),
-        (gzip.compress(b""), "has 0 ids"),
+        ("olmo", "part-0.csv.gz", b"hello", "gzipped"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n4,9\n")[:-9], "damaged: Compressed"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"start,end\n0,9\n"), "damaged: invalid"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n5,9\n"), "begin where"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"0\n4,9\n"), "damaged"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b""), "of 0 ids"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n4,8\n"), "of 8 ids"),
+        ("llm.c", "a.bin", INTACT + bytes(2), "5 ids, not 6"),
+        ("llm.c", "a.bin", INTACT[:100], "cannot be read"),
+        ("llm.c", "a.bin", bytes(2000), "--from uint16"),
+        ("uint16", "a.npy", b"odd", "multiple"),
+        ("uint16", "a.npy", saved(np.arange(9) * 1.5), "float64 of shape (9,)"),
+        ("uint16", "a.npy", saved(np.arange(12).reshape(3, 4)), "int64 of shape (3, 4)"),
+        ("uint16", "a.npy", saved(np.arange(90))[:-1], "damaged"),
     ],
-    ids=range(6),  # bytes with a time in them would be other names in each worker
+    ids=range(14),  # bytes with a time in them would be other names in each worker
 )
-def test_a_table_that_is_none_is_named_before_anything_starts(tmp_path, tool, table, named):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, kind, name, content, named):
     write_table(tmp_path, DOCUMENTS_OF)
-    (tmp_path / "part-0.csv.gz").write_bytes(table)
+    (tmp_path / name).write_bytes(content)
+    with refused(name, named):
+        listed(tmp_path, kind)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
+def test_ids_have_the_named_type_or_that_of_numpys_header(tmp_path, dtype):
+    ids = np.arange(200, dtype=dtype)
+    ids.tofile(tmp_path / "a.bin")
+    ids.tofile(tmp_path / "b.npy")
+    np.save(tmp_path / "c.npy", ids.astype(np.int32))
+    assert opened(tmp_path, dtype).read(0, 600).tolist() == [*range(200)] * 3
+
+
+@pytest.mark.parametrize("kind", ["megatron", "olmo"])
+def test_other_ends_of_documents_are_other_data_with_a_plan_of_their_own(tmp_path, kind):
+    """And so is another length of windows."""
+    found = []
+    for cut, seq_len in ((8, 32), (24, 32), (24, 16)):
+        write_as(kind, tmp_path, [[*range(1, cut)], [*range(cut, 65)]])
+        source = opened(tmp_path, kind)
+        found.append((source.fingerprint, [*open_plan(source, seq_len).pieces(0)]))
+    (first, eight), (second, whole), (same, short) = found
+    assert first != second == same
+    assert eight != whole != short
+
+
+def test_files_of_subfolders_are_listed_and_hidden_ones_are_not(tmp_path):
+    (tmp_path / "part2" / ".cache").mkdir(parents=True)
+    for name, first in (("a.npy", 1), ("part2/b.npy", 101)):
+        np.arange(first, first + 64, dtype=np.uint16).tofile(tmp_path / name)
+    np.save(tmp_path / "shard-000000.ends.npy", np.arange(9))  # a list's own
+    for hidden in ("._a.npy", "part2/._b.npy", "part2/.cache/c.npy"):
+        (tmp_path / hidden).write_bytes(b"\0\5\26\7" * 32)
+    source = opened(tmp_path, "uint16")
+    assert source.read(0, source.tokens).tolist() == [*range(1, 65), *range(101, 165)]
+
+
+@pytest.mark.parametrize("kind", ["megatron", "olmo"])
+def test_a_run_names_the_command_that_lists_foreign_files_and_reads_the_list(
+    tmp_path, tool, monkeypatch, kind
+):
+    """And refuses each file that has changed since, before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    write_as(kind, tmp_path / "theirs", [[*range(at, at + 50)] for at in range(1, 201, 50)])
+    files = [*(tmp_path / "theirs").iterdir()]
+    argv = [*TINY, "--training.dataset=tokens", "--training.document_mask"]
+    said = tool("train", *argv, "--training.dataset_path=theirs", code=2)
+    says(said, 'training.dataset_path = "theirs"', f"{kind} files")
+    command = shlex.split(next(line for line in said.splitlines() if "--from" in line))
+    command = command[command.index("data") :]
+    says(tool(*command), "200 tokens, 4 documents, 1 shard", "theirs-listed")
+    says(tool("data show", "theirs-listed"), "200 tokens", " 8 9 10 ")
+    says(tool(*command, code=2), "theirs-listed has a manifest.json")
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"?")
+        said = tool("train", *argv, "--training.dataset_path=theirs-listed", code=2)
+        says(said, path.name, "has changed", "prepare")
+        path.write_bytes(content)
+    assert [*(tmp_path / "theirs").iterdir()] == files and not (tmp_path / "outputs").exists()
+
+
+def test_ids_alone_end_their_documents_by_a_tokenizer(tmp_path, tool):
+    assets, ids = make_assets(tmp_path, ["the cat"]), tmp_path / "ids.bin"
+    end = load_tokenizer(str(assets)).end
+    np.asarray([5, 6, end, 7, end, 8], np.uint32).tofile(ids)
     out = tmp_path / "out"
-    argv = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path}"]
-    says(tool("train", *argv, f"--job.dump_folder={out}", code=2), "part-0.csv.gz", named)
-    assert not out.exists()
+    tool("data prepare", ids, "--from=uint32", "--tokenizer", assets, "--out", out)
+    says(tool("data show", out, f"--model.hf_assets_path={assets}", "--training.seq_len=5"), "⟦")
+    source = ShardSource(out, 500)
+    assert source.document_ends().tolist() == [3, 5, 6] and source.end == end

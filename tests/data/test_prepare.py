@@ -80,7 +80,7 @@ def test_shards_hold_every_document_once(library, assets, tmp_path):
     expected: list[int] = []
     for text in documents:
         expected += [*tokenizer.encode(text), tokenizer.end]
-    source = ShardSource("test", tmp_path / "out", 500, tokenizer.end)
+    source = ShardSource(tmp_path / "out", 500)
     assert (manifest["tokens"], manifest["documents"]) == (len(expected), len(documents))
     assert source.read(0, source.tokens).tolist() == expected
     assert len(manifest["shards"]) > 5
@@ -212,7 +212,7 @@ def test_a_long_document_is_tokenized_in_parts_with_the_tokens_of_the_whole(
     parts = texts_of(path, 300)
     assert len(parts) > 10 and max(map(len, parts)) < 400 and "".join(parts) == text
     assert prepared(path, tmp_path / "out", tmp_path)["documents"] == 1
-    source = ShardSource("test", tmp_path / "out", 500, tokenizer.end)
+    source = ShardSource(tmp_path / "out", 500)
     assert source.read(0, source.tokens - 1).tolist() == tokenizer.encode(text)
 
 

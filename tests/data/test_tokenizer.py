@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.assets import make_assets
+from tests.data.assets import listed, make_assets
 from tests.jobs import TINY, job
 from tests.messages import refused
 from titanlite.config.load import ConfigError
@@ -23,8 +23,8 @@ ARGV = [*TINY, "--model.overrides.vocab_size=600"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> LocalPath:
-    """Tokenizers code/ and cats/, and a text prepared with each, as bytes, and without a
-    manifest.
+    """Tokenizers code/ and cats/, a text prepared with each and as bytes, and ids listed without a
+    tokenizer.
     """
     root = tmp_path_factory.mktemp("tokenizers")
     for name in ("code", "cats", "text", "raw"):
@@ -36,6 +36,7 @@ def root(tmp_path_factory) -> LocalPath:
     prepared(root, "cats", root / "by-cats")
     prepared(root, "", root / "by-bytes")
     np.arange(200, dtype=np.uint16).tofile(root / "raw" / "a.npy")
+    listed(root / "raw", "uint16")
     return root
 
 
@@ -91,7 +92,6 @@ VALIDATED = "--validation.enable"
     ("training", "validation", "given", "named"),
     [
         ("by-code", "", "cats", "code cats"),
-        ("by-code/shard-000000.bin", "", "cats", "code cats"),
         ("by-bytes", "", "cats", "bytes cats"),
         ("by-code by-cats", "", "", "cats by-code"),
         ("by-code by-bytes", "", "", "bytes by-code"),
@@ -116,7 +116,7 @@ def test_the_launcher_refuses_them_before_anything_starts(root):
     with refused("nothing was", f"{root}/code", f"{root}/cats"):
         check_machine(job(argv, 1), "cpu", 1)
     with refused("nothing was", "validation.dataset", "tokenizer"):
-        check_machine(job([*ARGV, *tokens(root / "raw"), VALIDATED], 1), "cpu", 1)
+        check_machine(job([*ARGV, *tokens(root / "raw-listed"), VALIDATED], 1), "cpu", 1)
 
 
 def test_another_end_token_is_another_tokenizer(root, tmp_path):
@@ -148,13 +148,12 @@ def test_a_mixture_without_shards_needs_a_tokenizer_for_its_text(root):
 def test_a_folder_with_a_model_alone_serves_where_all_data_are_shards(root, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     argv = [*ARGV, *assets(tmp_path)]
-    opened = open_tokenizer(job([*argv, *tokens(root / "raw")], 1))
-    assert opened is None or opened.assets == ""
+    assert open_tokenizer(job([*argv, *tokens(root / "raw-listed")], 1)) is None
     with refused(tmp_path, "tokenizer.json"):
         open_tokenizer(job(argv, 1))
     (tmp_path / "config.json").unlink()
     with refused(tmp_path, "tokenizer.json"):
-        open_tokenizer(job([*argv, *tokens(root / "raw")], 1))
+        open_tokenizer(job([*argv, *tokens(root / "raw-listed")], 1))
 
 
 def test_bytes_may_be_fewer_than_the_vocabulary():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.assets import listed
 from tests.jobs import FLOAT64, TINY, job, trainer, validated
 from tests.messages import refused, says
 from titanlite.config.load import ConfigError
@@ -86,8 +87,9 @@ def test_packed_windows_hold_whole_documents(folder):
 
 def packed_digits(folder, digits: str, end: int, seq_len: int = 8) -> list[str]:
     """Write digits as a shard, pack it, and return its documents."""
-    np.asarray([*map(int, digits)], np.uint16).tofile(folder / "a.npy")
-    found = documents_of(Packed(ShardSource("training", folder, 100, end), seq_len, "training"))
+    np.asarray([*map(int, digits)], np.uint16).tofile(folder / "a.bin")
+    shards = ShardSource(listed(folder / "a.bin", "uint16", end), 100)
+    found = documents_of(Packed(shards, seq_len, "training"))
     return ["".join(map(str, document)) for document in found]
 
 
@@ -112,9 +114,9 @@ def test_a_packing_plan_is_on_disk_before_it_has_its_name_and_a_damaged_one_is_m
         monkeypatch.setattr(store, name, partial(record, name, getattr(store, name)))
     digits = "12934459"
     expected = packed_digits(tmp_path, digits, end=9)
-    (plan,) = (tmp_path / ".titanlite").glob("*.plan")
+    (plan,) = (tmp_path / "a.bin-listed/.titanlite").glob("*.plan")
     draft = f".{plan.name}.new"
-    assert calls[:2] == [("sync", draft), ("rename", draft)]
+    assert [call for call in calls if draft in call] == [("sync", draft), ("rename", draft)]
     content = plan.read_bytes()
     for damaged in (b"", content[:100], content[:-1], content[:-300], b"\xff" * len(content)):
         plan.write_bytes(damaged)
@@ -129,7 +131,7 @@ def test_a_large_source_is_packed_in_parts_and_its_plan_is_mapped(tmp_path, monk
         ids = rng.integers(10, 100, size=700)
         ids[rng.integers(0, 700, size=40)] = 9
         ids.astype(np.uint16).tofile(tmp_path / f"{name}.npy")
-    shards = ShardSource("training", tmp_path, 100, end=9)
+    shards = ShardSource(listed(tmp_path, "uint16", 9), 100)
     whole = Packed(shards, 32, "training")
     monkeypatch.setattr(packing_plan, "PART_TOKENS", 500)
     packed = pickle.loads(pickle.dumps(Packed(shards, 32, "training")))
@@ -264,7 +266,7 @@ def test_a_wrong_mixture_is_refused(rest, more, named):
 def test_shards_without_a_tokenizer_can_only_be_trained_on(tmp_path):
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "a.npy")
     argv = [*TINY, "--model.overrides.vocab_size=300"]
-    argv += ["--training.dataset=tokens", f"--training.dataset_path={tmp_path}"]
+    argv += ["--training.dataset=tokens", f"--training.dataset_path={listed(tmp_path, 'uint16')}"]
     plain = job(argv, 1)
     assert open_tokenizer(plain) is None
     assert training_data(plain, None, 0).samples == 12

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from titanlite.config.toml import read_toml
-from titanlite.data.shards import id_type
 from titanlite.models.common.attention import causal_rows
 from titanlite.planner.record import Collective
 from titanlite.planner.rehearse import blank_batches, count_later_step, record_step
 from titanlite.runtime.cluster import RankInfo
 from titanlite.train.trainer import Trainer
-from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, build_job, read_model
+from titanlite.verify.model_under_test import SEQ_LEN, build_job, read_model
 from titanlite.verify.pool import Pool
+from titanlite.verify.runner import write_tokens
 from titanlite.verify.table import SAMPLES, Row
 
 MODELS = {
@@ -99,7 +98,7 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
     line = command_line(plan_row, folder)
     world = plan_row.row.mesh.world
     job = build_job(line, world)
-    np.zeros(2 * SAMPLES * SEQ_LEN, id_type(job.shape.vocab_size)).tofile(folder / TOKENS)
+    write_tokens(folder)
     counted = pool.run(count_processes, line, world=world)
     differences = []
     for rank in range(world):

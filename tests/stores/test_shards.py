@@ -69,7 +69,7 @@ def windows(path: object, *more: str) -> Windows:
 
 
 def opened(url: str) -> ShardSource:
-    return open_shards("training", url, 256, 0)
+    return open_shards("training", url, 256)
 
 
 def ids(source: ShardSource) -> list[int]:
@@ -133,7 +133,7 @@ def test_a_range_that_fails_is_read_again_within_bounds_and_then_named(
 ):
     source, met = opened(shards), set()
     proxy.rule = lambda method, path: None if path in met or met.add(path) else fault
-    assert ids(source) == ids(ShardSource("training", folder, 256, 0))
+    assert ids(source) == ids(ShardSource(folder, 256))
     assert met
     source = opened(shards)
     proxy.fail("3.bin", **fault)
@@ -186,6 +186,8 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
     says(tool("data show", url), "window 1: ")
     other = tool("data prepare", folder.parent / "0.txt", "--out", url, code=2)
     says(other, url, "other data")
+    ids = folder / "shard-000000.bin"
+    says(tool("data prepare", ids, "--from=llm.c", "--out", url, code=2), "--out", "a folder here")
 
 
 def test_what_is_wrong_is_one_line_that_names_the_key(url, tmp_path, monkeypatch):

@@ -21,13 +21,6 @@ def _set_to(key: str, value: str) -> Condition:
     return Condition(f'without {key} "{value}"', lambda config: value_of(config, key) == value)
 
 
-def _reads_tokens(config: Section) -> bool:
-    names = [source.dataset for source in value_of(config, "training.sources")]
-    if value_of(config, "validation.enable"):
-        names.append(value_of(config, "validation.dataset"))
-    return "tokens" in names
-
-
 def _decays(config: Section) -> bool:
     schedule = value_of(config, "lr_scheduler")
     if schedule.decay_ratio is None:
@@ -73,7 +66,6 @@ def _gathers_again(config: Section) -> bool:
 
 DECAY = Condition("without steps of decay", _decays)
 NO_MIXTURE = _off("training.mixture")
-TOKENS = Condition("without token shards", _reads_tokens)
 SELECTIVE = _set_to("activation_checkpoint.mode", "selective")
 BUDGET = _set_to("activation_checkpoint.mode", "memory_budget")
 RECOMPUTED = Condition(

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.checkpoint_schema import Checkpoint
-from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE, TOKENS
+from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
 from titanlite.config.section import (
     BatchSize,
@@ -101,10 +101,6 @@ class Dataloader(Section):
         int, Field(ge=1, le=1024), Needs("training.dataloader.num_workers")
     ] = 2
     """Batches that each worker process reads ahead."""
-    token_dtype: Annotated[
-        Literal["", "uint8", "uint16", "uint32", "int32", "int64"], Needs(TOKENS)
-    ] = ""
-    """Type of ids in files that do not record it; unset: the smallest that holds the vocabulary."""
 
 
 class Mixture(Section):

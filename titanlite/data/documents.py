@@ -50,7 +50,8 @@ class Documents:
     skipped: tuple[str, ...] = ()
     """Names in the folder that are not read."""
     text_key: str = "text"
-    """The field of a line, or the column, with the text."""
+    """The field of a line, or the column, that holds the text."""
+    suffixes: tuple[str, ...] = SUFFIXES
 
     @property
     def are_plain(self) -> bool:
@@ -66,7 +67,7 @@ class Documents:
         if len(self.skipped) > 3:
             names += ", …"
         rule = (
-            f"only {', '.join(SUFFIXES)} files are read, no links to folders, "
+            f"only {', '.join(self.suffixes)} files are read, no links to folders, "
             "and no folders without permission"
         )
         return f"{self.root}: {len(self.skipped)} skipped: {names} ({rule})"
@@ -104,14 +105,16 @@ def standard_library(held_out: bool) -> Documents:
     return _sorted_documents(root, chosen)
 
 
-def text_files(key: str, path: str) -> Documents:
-    """Find a text file, or all text files below a folder; errors name `key`."""
+def text_files(key: str, path: str, suffixes: tuple[str, ...] = SUFFIXES) -> Documents:
+    """Find a text file, or all below a folder, or those with other suffixes; `key` is what to name
+    in an error.
+    """
     root = Path(path)
     if is_url(path):
         raise UserError(COPY_FIRST, key, path)
     if root.is_file():
-        if not root.name.endswith(SUFFIXES):
-            raise UserError(f"the file is not one of {', '.join(SUFFIXES)}", key, path)
+        if not root.name.endswith(suffixes):
+            raise UserError(f"the file is not one of {', '.join(suffixes)}", key, path)
         if not root.stat().st_size:
             raise UserError("the file is empty (0 bytes)", key, path)
         documents = _sorted_documents(root.parent, [root])
@@ -120,13 +123,14 @@ def text_files(key: str, path: str) -> Documents:
             raise UserError("no permission to read this folder", key, path)
         found = [p for p in root.rglob("*") if p.is_file() or p.is_symlink() or _is_closed(p)]
         names = {p.relative_to(root).as_posix() for p in found}
-        read, skipped = _chosen(names, {name for name in names if (root / name).is_file()})
+        files = {name for name in names if name.endswith(suffixes) and (root / name).is_file()}
+        read, skipped = _chosen(names, files)
         documents = _sorted_documents(root, [root / name for name in read])
-        documents = replace(documents, skipped=tuple(skipped))
+        documents = replace(documents, skipped=tuple(skipped), suffixes=suffixes)
     else:
         raise UserError("there is no such folder or file", key, path)
     if not sum(documents.sizes):
-        why = f"no text there (looked for {', '.join(SUFFIXES)} files)"
+        why = f"no data there (looked for {', '.join(suffixes)} files)"
         raise UserError(why, key, path)
     return documents
 
@@ -138,7 +142,7 @@ def _chosen(names: set[str], files: set[str]) -> tuple[list[str], list[str]]:
     read.
     """
     visible = {name for name in names if not f"/{name}".count("/.")}
-    files = {name for name in visible & files if name.endswith(SUFFIXES)}
+    files = visible & files
     read = files - {f"{name}.gz" for name in files}
     return sorted(read), sorted(visible - read)
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +29,7 @@ from titanlite.data.shards import (
     HEADER_BYTES,
     MANIFEST,
     TOKENIZER_FILES,
+    ends_file,
     header,
     id_type,
     read_manifest,
@@ -116,7 +118,7 @@ def prepare(
 def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Raise a UserError if a folder of shards was prepared with another tokenizer."""
     manifest = read_manifest(folder)
-    if manifest is None or tokenizer is None:
+    if manifest is None or tokenizer is None or not manifest["tokenizer"]:
         return
     fingerprint = manifest["tokenizer_fingerprint"]
     if (fingerprint, manifest["end"]) != (tokenizer.fingerprint, tokenizer.end):
@@ -233,8 +235,8 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
                     ends.append(tokens)
         out.seek(0)
         out.write(header(tokens, dtype, crc32))
-        np.save(path.with_suffix(".ends.npy"), np.asarray(ends, dtype=np.int64))
-        store.sync(path.with_suffix(".ends.npy"))
+        np.save(ends_file(staging, unit.number), np.asarray(ends, dtype=np.int64))
+        store.sync(ends_file(staging, unit.number))
 
 
 def _manifest(
@@ -242,28 +244,34 @@ def _manifest(
 ) -> dict[str, Any]:
     shards: list[dict[str, Any]] = []
     content = 0
-    sources: dict[str, dict[str, int]] = {}
     for unit in units:
         path = _shard_path(staging, unit)
         tokens = (path.stat().st_size - HEADER_BYTES) // id_type(tokenizer.vocab_size).itemsize
-        counts = {"tokens": tokens, "documents": len(np.load(path.with_suffix(".ends.npy")))}
+        documents = len(np.load(ends_file(staging, unit.number)))
         crc32 = np.fromfile(path, dtype=np.uint32, count=4)[3]
-        shards.append({"file": path.name, **counts, "source": unit.source})
         content = zlib.crc32(crc32.tobytes(), content)
-        source = sources.setdefault(unit.source, dict.fromkeys(counts, 0))
-        sources[unit.source] = {key: source[key] + count for key, count in counts.items()}
+        shard = {"file": path.name, "tokens": tokens, "documents": documents, "source": unit.source}
+        shards.append(shard)
     return {
         "fingerprint": fingerprint,
         "content": f"{content:08x}",
-        "tokens": sum(shard["tokens"] for shard in shards),
-        "documents": sum(shard["documents"] for shard in shards),
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": assets or "bytes",
         "tokenizer_fingerprint": tokenizer.fingerprint,
-        "sources": sources,
-        "shards": shards,
+        **with_counts(shards),
     }
+
+
+def with_counts(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a manifest's list of shards, with their tokens and documents in all and by source."""
+    total = Counter[str]()
+    sources: dict[str, Counter[str]] = {}
+    for shard in shards:
+        counts = {"tokens": shard["tokens"], "documents": shard["documents"]}
+        total.update(counts)
+        sources.setdefault(shard["source"], Counter()).update(counts)
+    return {**total, "sources": sources, "shards": shards}
 
 
 def _publish(staging: LocalPath, out: Place, manifest: dict[str, Any], assets: str) -> None:

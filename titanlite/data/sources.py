@@ -5,10 +5,10 @@ Bytes and shards are read from their files on demand; other text is tokenized on
 
 import bisect
 import itertools
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from titanlite.config.needs import STREAMS
 from titanlite.config.urls import is_url
 from titanlite.data.chat import ChatTokenizer
 from titanlite.data.documents import Documents, standard_library, text_files
+from titanlite.data.foreign import require_manifest
 from titanlite.data.prepare import check_tokenizer, prepare_in_cache
 from titanlite.data.remote import at_once, folder_of
 from titanlite.data.shards import Remote, ShardSource, ended, spans
@@ -45,8 +46,8 @@ def find_documents(key: str, name: str, path: str, text_key: str = "text") -> Do
             text_key = "messages"
         return replace(chats, text_key=text_key)
     if name == "tokens":
-        if not is_url(path) and not os.path.exists(path):
-            raise UserError("there is no such folder or file", f"{key}.dataset_path", path)
+        if not is_url(path):
+            require_manifest(f"{key}.dataset_path", Path(path))
         return None
     close = nearest(name, NAMES)
     hint = f"; did you mean {close}?" if close else "."
@@ -61,29 +62,27 @@ def open_source(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     text_key: str = "text",
-    raw_type: str = "",
 ) -> "Source":
     """Open the token stream of a data set; only shards do not need a tokenizer."""
     documents = find_documents(key, name, path, text_key)
     if documents is None:
-        end = tokenizer.end if tokenizer else -1
-        source = open_shards(key, path, vocab_size, end, raw_type)
+        source = open_shards(key, path, vocab_size)
         check_tokenizer(key, source.folder, tokenizer)
         return source
     tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{name}"')
     if name == "chat":
         chats = ChatTokenizer(tokenizer.assets)
         folder = prepare_in_cache(name, documents, chats, ChatTokenizer)
-        return ShardSource(key, folder, chats.vocab_size, chats.end)
+        return ShardSource(folder, chats.vocab_size)
     if isinstance(tokenizer, ByteTokenizer) and documents.are_plain:
         return ByteSource(documents, tokenizer)
-    return ShardSource(key, prepare_in_cache(name, documents, tokenizer), vocab_size, tokenizer.end)
+    return ShardSource(prepare_in_cache(name, documents, tokenizer), vocab_size)
 
 
-def open_shards(key: str, path: str, vocab_size: int, end: int, raw_type: str = "") -> ShardSource:
-    """Open a folder of shards, which may be a URL."""
+def open_shards(key: str, path: str, vocab_size: int) -> ShardSource:
+    """Open a folder of shards, or a URL of one."""
     remote = Remote(path) if is_url(path) else None
-    return ShardSource(key, folder_of(key, path), vocab_size, end, remote, raw_type)
+    return ShardSource(folder_of(key, path), vocab_size, remote)
 
 
 def in_turn(function: Callable[..., object], *columns: Any) -> None:
@@ -163,5 +162,5 @@ def require_ends(source: Source, key: str) -> None:
     if source.end < 0 and not source.has_index:
         raise UserError(
             f"{key}: these shards do not mark document ends, which document_mask and first-fit "
-            "need; name their tokenizer in model.hf_assets_path"
+            "need; prepare them with their tokenizer (--tokenizer)"
         )

@@ -184,9 +184,9 @@ def load_tokenizer(assets: str, origin: str = "model.hf_assets_path") -> Tokeniz
     return ByteTokenizer()
 
 
-def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Load the tokenizer of model.hf_assets_path, otherwise of the token shards; None if the shards
-    have none. If all data are shards, a model's folder need not have a tokenizer.
+def tokenizer_of(config: JobConfig) -> Tokenizer | None:
+    """Load the tokenizer of model.hf_assets_path, or else of the token shards; None if the shards
+    have none. Where all data are shards, a model's folder may be without one.
     """
     shards = []
     for place, part in config.training.places:
@@ -198,8 +198,9 @@ def tokenizer_of(config: JobConfig, vocab_size: int) -> Tokenizer | None:
     if not assets:
         copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
         assets = next(copies, "")
-    may_lack_one = shards and not assets and vocab_size != BYTE_VOCABULARY
-    if may_lack_one and not any(map(read_manifest, shards)):
+    manifests = [read_manifest(folder) for folder in shards]
+    is_known = any(manifest and manifest["tokenizer"] for manifest in manifests)
+    if shards and not assets and not is_known:
         return None
     return load_tokenizer(assets)
 
@@ -215,7 +216,7 @@ def open_tokenizer(job: Job) -> Tokenizer | None:
     Raise a UserError if it has ids beyond the model's vocabulary, or if generate.at_end needs a
     missing one.
     """
-    tokenizer = tokenizer_of(job.config, job.shape.vocab_size)
+    tokenizer = tokenizer_of(job.config)
     if job.config.generate.at_end:
         require_tokenizer(tokenizer, "generate.at_end = true")
     if tokenizer and tokenizer.vocab_size > job.shape.vocab_size:

@@ -113,7 +113,7 @@ def _open(
         name, shards = open_stream(key, first.dataset, first.dataset_path, text_key)
         tokenizer = require_tokenizer(tokenizer, f'{key}.dataset = "{first.dataset}"')
         return Stream(name, shards, tokenizer, seq_len, seed, masked, text_key)
-    more = tokenizer, job.shape.vocab_size, training.text_key, training.dataloader.token_dtype
+    more = tokenizer, job.shape.vocab_size, training.text_key
     sources = []
     for key, part in parts:
         place = key, part.dataset, part.dataset_path

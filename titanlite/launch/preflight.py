@@ -179,8 +179,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
     training = job.config.training
     tokenizer = prepared.tokenizer
     place = key, name, path
-    raw_type = training.dataloader.token_dtype
-    opening = *place, tokenizer, job.shape.vocab_size, training.text_key, raw_type
+    opening = *place, tokenizer, job.shape.vocab_size, training.text_key
     documents = find_documents(*place, training.text_key)
     if documents:
         are_bytes = isinstance(tokenizer, ByteTokenizer) and documents.are_plain

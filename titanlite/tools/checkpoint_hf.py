@@ -116,7 +116,7 @@ def _export_hf(
         base = BaseWeights(manifest.base, arguments.base or start, spec, flavor)
     read = weights_of(folder, manifest, base, getattr(torch, config.training.dtype))
     fetch = merged(_counted(read, total, show), translation)
-    tokenizer = _tokenizer(arguments.tokenizer, config, spec.shape(flavor).vocab_size)
+    tokenizer = _tokenizer(arguments.tokenizer, config)
     documents = hf_documents(translation.config, dtype, tokenizer)
     write_export(target, translation.hf_tensors(dtype), documents, fetch)
 
@@ -156,9 +156,9 @@ def _model(folder: Place, config: JobConfig, package: str) -> tuple[ModelSpec, A
     return spec, spec.configure(config.model.flavor, overrides)
 
 
-def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer in the folder of --tokenizer, or the run's own; None, with a notice, if
-    the latter is not found.
+def _tokenizer(named: str, config: JobConfig) -> Tokenizer | None:
+    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is
+    not here.
     """
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 
@@ -170,7 +170,7 @@ def _tokenizer(named: str, config: JobConfig, vocab_size: int) -> Tokenizer | No
     )
     here = [folder for folder in folders if (Path(folder) / "tokenizer.json").is_file()]
     is_known = here or (not assets and all(map(os.path.exists, folders)))
-    if is_known and (tokenizer := tokenizer_of(config, vocab_size)):
+    if is_known and (tokenizer := tokenizer_of(config)):
         return tokenizer
     what = f"{' and '.join(folders)} has no tokenizer.json; name its folder with --tokenizer"
     print_notice(f"no tokenizer is exported: {what}")

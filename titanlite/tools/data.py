@@ -1,4 +1,6 @@
-"""`titanlite data`: tokenize text into shards, and show any data set as the model sees it."""
+"""`titanlite data`: tokenize text into shards, or list the token files of another program, and show
+any data set as the model sees it.
+"""
 
 import os
 import shlex
@@ -18,6 +20,7 @@ from titanlite.config.options import Options, declare_commands, positive_int
 from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.urls import is_url
 from titanlite.data.documents import SUFFIXES, Documents, text_files
+from titanlite.data.foreign import FORMATS, list_tokens, token_files
 from titanlite.data.prepare import prepare
 from titanlite.data.remote import folder_of
 from titanlite.data.shards import read_manifest
@@ -32,10 +35,16 @@ from titanlite.runtime.cluster import cores
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
-        "SRC …": f"{', '.join(SUFFIXES)} files, or folders of them",
+        "SRC …": f"{', '.join(SUFFIXES)} files (with --from: .bin, .npy), or folders of them",
         "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
         "--text-key NAME": ("the field or column that has the text (default: text)", str, "text"),
         "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
+        f"--from {'|'.join(FORMATS)}": (
+            "SRC holds token ids of another program, or nothing but ids of a type: they stay where "
+            "they are, and --out gets a list of them and where documents end: as other files say, "
+            "or after each end token of --tokenizer",
+            str,
+        ),
         "--workers N": ("default: all cores", positive_int, cores()),
     }
     about = "tokenize text into shards; a stopped run continues where it stopped"
@@ -63,14 +72,19 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 def _prepare(arguments: Namespace) -> int:
     arguments.resumable = True
-    load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
-    key = arguments.text_key
-    documents = {
-        source: replace(text_files("SRC", source), text_key=key) for source in arguments.src
-    }
+    tokenizer = load_tokenizer(arguments.tokenizer, "--tokenizer")  # before the bar
+    kind = getattr(arguments, "from")
+    documents = dict[str, Documents]()
+    for source in arguments.src:
+        if kind:
+            documents[source] = token_files("SRC", source, kind)
+        else:
+            documents[source] = replace(text_files("SRC", source), text_key=arguments.text_key)
     _require_apart(documents)
     for notice in filter(None, (found.notice for found in documents.values())):
         print_notice(notice)
+    if kind and is_url(str(arguments.out)):
+        raise UserError("must be a folder here: the ids stay in theirs", "--out")
     lock_file = arguments.out.draft().with_suffix(".lock")
     try:
         lock.take(lock_file, str(arguments.out))
@@ -78,14 +92,19 @@ def _prepare(arguments: Namespace) -> int:
         raise UserError(f"{arguments.out} cannot be written to: {error}") from None
     options = arguments.tokenizer, arguments.out, arguments.workers
     try:
-        with progress_bar("bytes") as report:
-            manifest = prepare(documents, *options, report, print_notice)
+        if kind:
+            end = tokenizer.end if arguments.tokenizer else -1
+            manifest = list_tokens(documents, kind, end, arguments.out.local())
+        else:
+            with progress_bar("bytes") as report:
+                manifest = prepare(documents, *options, report, print_notice)
     finally:
         lock_file.unlink(missing_ok=True)
     print(f"{counts_line(manifest)}: {arguments.out}")
     size = manifest["vocab_size"]
     options = ["--training.dataset", "tokens", "--training.dataset_path", str(arguments.out)]
-    options += ["--model.overrides.vocab_size", str(size)] * (size != BYTE_VOCABULARY)
+    if size not in (0, BYTE_VOCABULARY):
+        options += ["--model.overrides.vocab_size", str(size)]
     print(f"to train on them: {shlex.join(options)}")
     return 0
 
@@ -121,7 +140,7 @@ def _show(arguments: Namespace) -> int:
     line = parse_command_line([*named, *arguments.overrides], {})
     job = job_from(line, world=None, training=True)
     config, size = job.config, job.shape.vocab_size
-    tokenizer = tokenizer_of(config, size if is_config else _LARGEST)
+    tokenizer = tokenizer_of(config)
     if not is_config:
         size = tokenizer.vocab_size if tokenizer else _LARGEST
     job = replace(job, shape=replace(job.shape, vocab_size=size))
@@ -143,8 +162,8 @@ def _show(arguments: Namespace) -> int:
     return 0
 
 
-_LARGEST = 1 << 16
-"""The vocabulary assumed for a file without a tokenizer."""
+_LARGEST = 1 << 32
+"""Ids of shards that come without a tokenizer."""
 
 
 def _options(place: str) -> list[str]:
@@ -155,7 +174,10 @@ def _options(place: str) -> list[str]:
     if is_url(place):
         kind = "tokens"
     elif any(file.suffix in (".bin", ".npy") for file in files):
-        kind, masked = "tokens", masked if read_manifest(path) else []
+        manifest = read_manifest(path)
+        kind = "tokens"
+        if not manifest or not manifest["documents"]:
+            masked = []
     elif path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as file:
             kind = "chat" if b'"messages"' in file.readline() else kind
@@ -165,10 +187,10 @@ def _options(place: str) -> list[str]:
 def _describe(manifest: dict[str, Any]) -> None:
     """Print the counts of prepared shards, and the share of each source."""
     print(counts_line(manifest))
-    print(
-        f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, "
-        f"fingerprint {manifest['fingerprint']}"
-    )
+    vocabulary = ""
+    if manifest["tokenizer"]:
+        vocabulary = f"vocabulary {manifest['vocab_size']:,}, tokenizer {manifest['tokenizer']}, "
+    print(f"{vocabulary}fingerprint {manifest['fingerprint']}")
     rows = [
         (
             f"{part['tokens'] / manifest['tokens']:.1%}",

@@ -19,9 +19,9 @@ from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, SPLIT_BY, ST
 
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
-"""A prime, as hard to divide as real vocabularies; a flavor given by name keeps its vocabulary."""
-TOKENS = "tokens.npy"
-"""The shard that every job opens; the harness replaces what the steps read."""
+"""A prime, as hard to divide as real vocabularies; a flavor that is given by name keeps its own."""
+TOKENS = "tokens"
+"""The shards that every job opens; the harness replaces what its steps read."""
 IMPORTED = "hf"
 """The Hugging Face folder of a row's reference, in the same folder."""
 Split = Mapping[str, Sequence[str]]
@@ -108,7 +108,7 @@ class ModelUnderTest:
         return []
 
     def command_line(self, row: Row, folder: Path, max_norm: float = 1.0) -> list[str]:
-        """Return the overrides for the job of a row; `folder` holds the token shard."""
+        """Return the overrides that make the job of a row; `folder` holds the token shards."""
         line = [*self.overrides, *self.variants[row.variant]]
         if row.extra == "kept whole":
             line += self.kept_whole

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.shards import id_type
+from titanlite.data.foreign import list_tokens, token_files
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 from titanlite.registry import Role
@@ -98,6 +98,13 @@ def row_runner(model: ModelUnderTest, pool: Pool) -> Iterator["RowRunner"]:
         yield RowRunner(model, Path(folder), pool, references)
 
 
+def write_tokens(folder: Path) -> None:
+    """Write the shards of zeros that the jobs of a folder open."""
+    ids = folder / "ids.bin"
+    np.zeros(2 * SAMPLES * SEQ_LEN, np.uint16).tofile(ids)
+    list_tokens({"ids": token_files("ids", str(ids), "uint16")}, "uint16", -1, folder / TOKENS)
+
+
 class RowRunner:
     """Compares rows of one model with their references, which are kept in `folder`."""
 
@@ -107,8 +114,7 @@ class RowRunner:
         self._pool = pool
         self._on_cpu = references
         self._references: dict[tuple[str, ...], tuple[str, float]] = {}
-        vocab_size = build_job(model.command_line(Row("1"), folder), 1).shape.vocab_size
-        np.zeros(2 * SAMPLES * SEQ_LEN, id_type(vocab_size)).tofile(folder / TOKENS)
+        write_tokens(folder)
 
     def wrong_role(self, layout: str) -> str:
         """Return a diagnosis of the model's table if a tensor-parallel layout fails, by trying

@@ -25,6 +25,7 @@ from titanlite.parallel.build import shared_names
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.fsdp_schedule import Schedule, schedule
 from titanlite.parallel.pipeline_parallel import Pipeline, orders
+from titanlite.planner.torch_private import replaced
 from titanlite.registry import expert_paths
 from titanlite.train.forward import ModelRunner
 
@@ -61,12 +62,8 @@ class StepRecord:
             return send(group, tensors, receiver, tag)
 
         recorder = recorded(self.gathered, self.reduced) if self.sharded else nullcontext()
-        dist.ProcessGroup.send = send_and_count  # type: ignore[bad-assignment]
-        try:
-            with recorder:
-                yield
-        finally:
-            dist.ProcessGroup.send = send
+        with replaced(dist.ProcessGroup, "send", send_and_count), recorder:
+            yield
 
     def differences(
         self, parts: Sequence[nn.Module], model: ModelRunner
