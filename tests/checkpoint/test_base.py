@@ -121,4 +121,4 @@ def test_a_fingerprint_is_of_every_byte_of_a_folders_weights_and_is_kept_by_a_co
 
 
 def fingerprint_of_all(folder: LocalPath) -> str:
-    return fingerprint(folder, torch.distributed.group.WORLD)
+    return fingerprint(LocalPath(folder), torch.distributed.group.WORLD)
