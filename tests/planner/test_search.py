@@ -9,15 +9,19 @@ import pytest
 from pytest import approx
 
 from tests.jobs import TINY, job
+from tests.lanes import sample
 from tests.messages import says
 from tests.planner.steps import H100, plan_step
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import values_to_toml
 from titanlite.planner import search as searching
+from titanlite.planner.depth import ranks_in
+from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
 from titanlite.planner.search import FLOAT8, Found, changed, search
+from titanlite.planner.speed import speed_of_job
 from titanlite.planner.tables import search_table
 
 CP = "parallelism.context_parallel_degree"
@@ -85,6 +89,22 @@ def test_what_float8_needs_says_nothing_of_plans_without_it():
     assert float8 and searching._needs_no_less(plain, plain)
     assert not searching._needs_no_less(float8, plain)
     assert not searching._needs_no_less(plain, float8)
+
+
+SHORT = ["--model.overrides.n_layers=3", "--training.seq_len=64", "--training.local_batch_size=1"]
+HEAD = ["--model.freeze=['tok_embeddings.*','layers.*','norm.*']"]
+LAST = ["--model.freeze=['tok_embeddings.*','layers.0.*']", "--activation_checkpoint.mode=full"]
+TP4 = ["--parallelism.tensor_parallel_degree=4", "--model.overrides.n_kv_heads=4"]
+
+
+@pytest.mark.parametrize("more", sample([HEAD, [], [*LAST, *TP4]], HEAD))
+def test_a_bound_is_not_above_what_is_rehearsed_also_of_frozen_and_split_parts(more):
+    given = job([*SHORT, *more], 8)
+    with FakeWorld() as world:
+        speed = speed_of_job(given, ranks_in(world, given, limit=H100.usable_bytes), H100)
+    bound = searching._Model(given).bound(given, H100)
+    for found, least in zip(speed.order, bound, strict=True):
+        assert least <= found * (1 + 1e-9), (speed.order, bound)
 
 
 def test_short_sequences_are_split_as_given_or_not_at_all():

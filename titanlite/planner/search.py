@@ -185,6 +185,10 @@ class _Model:
         self._flops = token_flops(job)
         self._layers = job.shape.layers
         self._numel = sum(parameter.numel() for _, parameter in named)
+        # Below the first that is trained there is no backward pass.
+        back = range(self._layers - self._flops.blocks, self._layers)
+        prefixes = tuple(f"{job.spec.blocks}.{number}." for number in back)
+        self._again = sum(item.numel() for name, item in named if name.startswith(prefixes))
         self._trained = sum(item.parameter.numel() for item in trained)
         embeddings = [p.size(1) for name, p in named if table[name].tensor == "embedding"]
         self._width = min(embeddings, default=0)
@@ -213,16 +217,16 @@ class _Model:
             flops += self._flops.again + self._flops.attention_again
         size = getattr(torch, dtype).itemsize
         sum_size = getattr(torch, reduced).itemsize
-        gathers = 2
-        if is_kept:
-            gathers = 1
+        gathered = self._numel
+        if not is_kept:
+            gathered += self._again
         steps = job.batch.accumulation
         if job.config.parallelism.defer_gradient_sync is True or layout.pp > 1:
             steps = 1
-        passes = 2 + is_full
+        passes = self._layers + (1 + is_full) * self._flops.blocks
         collectives = {
             ("all-gather", "dp_shard", layout.dp_shard): (
-                gathers * job.batch.accumulation * self._numel * size / part
+                job.batch.accumulation * gathered * size / part
             ),
             ("reduce-scatter", "dp_shard", layout.dp_shard): (
                 steps * self._trained * sum_size / part
@@ -230,9 +234,7 @@ class _Model:
             ("all-reduce", "dp_replicate", layout.dp_replicate): (
                 steps * self._trained * sum_size / part / layout.dp_shard
             ),
-            ("all-gather", "tp", layout.tp): (
-                4 * passes * self._layers * tokens * self._width * size / layout.pp
-            ),
+            ("all-gather", "tp", layout.tp): (4 * passes * tokens * self._width * size / layout.pp),
         }
         sent = Counter[Collective]()
         for (kind, dimension, ranks), amount in collectives.items():
