@@ -52,6 +52,9 @@ ROWS: dict[str, tuple[int, str, dict[str, int], int]] = {
     "documents": (2, "--training.document_mask", FLAGS, 1),
 }
 
+UNUSED = {"Interleaved1F1B": 1}
+"""Communicators of the one rank that would shard a stage, which nothing uses without FSDP2."""
+
 
 @pytest.fixture(scope="module")
 def train_row(train_on_gpus, tmp_path_factory) -> Any:
@@ -82,7 +85,8 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row,
         assert trace.step(3).waits() == waits
         assert len(trace.of("communicator")) == communicators
         called = trace.of("collective", "send", "receive")
-        assert len({event.facts["comm"] for event in called}) == communicators
+        used = communicators - UNUSED.get(row, 0)
+        assert len({event.facts["comm"] for event in called}) == used
 
 
 GPU_ONLY = """

@@ -59,12 +59,16 @@ def muon(
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Approximate U Vᵀ of the SVD U S Vᵀ by Newton-Schulz iterations in the matrix's own dtype."""
     a, b, c = COEFFICIENTS
-    if matrix.size(0) > matrix.size(1):
-        return orthogonalize(matrix.T).T
-    wide = matrix / matrix.norm().clamp(min=EPS)
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = matrix
+    if is_tall:
+        wide = matrix.T
+    wide = wide / wide.norm().clamp(min=EPS)
     for _ in range(ITERATIONS):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    if is_tall:
+        return wide.T
     return wide
 
 
