@@ -144,7 +144,7 @@ def test_a_checkpoint_that_does_not_fit_a_later_stage_is_refused_on_every_rank(p
     pool.run(run_until, [*GPT2, *SAVES, "--training.steps=1"], str(tmp_path), world=1)
     source, wider = str(tmp_path / "checkpoint"), [*GPT2, PP, "--model.overrides.n_layers=3"]
     for message, untouched in pool.run(refused, wider, str(tmp_path), source, [], world=2):
-        says(message, "model.layers.2.attention.wq.weight", "not in the checkpoint")
+        says(message, "model.layers.2.attention.wk.weight", "not in the checkpoint")
         assert untouched
 
 
