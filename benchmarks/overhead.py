@@ -233,6 +233,13 @@ def peaks(ranks: int, folder: Path, replicas: bool, model: str) -> dict[str, flo
     return {"memory_ratio": own / plain_own, "memory_ratio_with_files": every / plain_every}
 
 
+def write_data(folder: str, tokens: int) -> None:
+    """Write the ids that both loops read, and titanlite's list of them."""
+    write_tokens(data(folder), VOCAB, tokens)
+    files = token_files("bench", str(data(folder)), "int64")
+    list_tokens({"bench": files}, "int64", -1, Path(folder) / "listed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
@@ -244,9 +251,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for model, ranks in itertools.product(arguments.models, arguments.ranks):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            write_tokens(data(folder), VOCAB, TOKENS)
-            files = token_files("bench", str(data(folder)), "int64")
-            list_tokens({"bench": files}, "int64", -1, Path(folder) / "listed")
+            write_data(folder, TOKENS)
             turns = steps_in_turn(ranks, arguments.steps, Path(folder), arguments.replicas, model)
             found[f"{model}, ranks {ranks}"] = turns | peaks(
                 ranks, Path(folder), arguments.replicas, model

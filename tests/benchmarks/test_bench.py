@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from benchmarks import harness, overhead, scale, train
-from benchmarks.plain import write_tokens
 from tests.lanes import sample
 from tests.runs import records
 from titanlite.observe.run_folder import git_revision
@@ -40,7 +39,7 @@ def test_a_record_is_kept_where_there_is_no_git(tmp_path, monkeypatch):
 )
 def test_the_plain_loop_and_the_trainer_start_with_the_same_loss(pool, tmp_path, replicas, model):
     """Although the plain loop has a model of the usual form, with nothing of titanlite's."""
-    write_tokens(overhead.data(str(tmp_path)), overhead.VOCAB, 1 << 14)
+    overhead.write_data(str(tmp_path), 1 << 14)
     _, _, losses = pool.run(overhead.in_turn, 1, str(tmp_path), replicas, model, world=2)[0]
     assert records(tmp_path / "run")[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
 

@@ -52,7 +52,7 @@ def test_a_user_who_may_only_read_can_read_and_is_refused_as_a_place_to_save(sto
 @pytest.mark.parametrize("size", [1 << 20, 20 << 20])
 def test_bytes_that_are_damaged_on_the_way_are_refused_by_the_store(proxy, url, size):
     proxy.fail("PUT", damage=1000)
-    with refused("file", "damaged", kind=BucketError):
+    with refused("file", "corrupted", kind=BucketError):
         (place(url) / "file").put(os.urandom(size))
     assert place(url).entries() == {}
 
