@@ -117,6 +117,7 @@ def test_logs_of_the_last_three_attempts_are_kept_and_a_link_is_not_followed(tmp
     assert (archive / "rank-0.log").read_text() == "mine"
 
 
+@pytest.mark.long
 def test_what_a_run_found_when_it_started_is_not_what_it_saved(pool, tmp_path):
     config = job([*SAVING, f"--job.dump_folder={tmp_path}"], world=1).config
     fresh = saved_since(config)

@@ -104,7 +104,6 @@ RUNS = {
         "documents, cp",
         "replicated and sharded",
         "bias, ep",
-        "sequence, cp",
         "sequence, accumulated",
         nightly=["lora, replicas", "bias, compiled"],
     ),

@@ -24,6 +24,7 @@ from titanlite.models import llama3
 MODEL = [word for word in [*TINY, *MESH] if word.startswith("--model")]
 
 
+@pytest.mark.long
 def test_an_export_is_imported_as_the_same_bits_and_a_run_starts_from_them(
     saved, tool, tmp_path, pool
 ):
