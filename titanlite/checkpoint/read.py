@@ -1,15 +1,19 @@
 """A reader for torch's DCP with which each rank reads on its own what it needs."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
@@ -17,9 +21,13 @@ from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.places import rank_file
-from titanlite.checkpoint.plan import chunk_of, flat, nested
+from titanlite.checkpoint.plan import chunk_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
+from titanlite.registry import Box
 from titanlite.runtime.bucket import Place
+
+Wanted = Mapping[str, tuple[Box, torch.Tensor]]
+"""The region to read and the tensor to fill with it, by key."""
 
 
 class Reader(Alone, dcp.StorageReader):
@@ -85,28 +93,42 @@ class Reader(Alone, dcp.StorageReader):
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class _Planner(dcp.DefaultLoadPlanner):
-    """Plans a load into tensors of this rank whose names and shapes were checked.
+class Regions(dcp.DefaultLoadPlanner):
+    """Reads regions of tensors, and objects without code.
 
-    torch's own asks each tensor for its kind, which takes half of the time of a small load.
+    torch's own planner asks each tensor for its kind, which takes half of the time of a small load.
     """
 
+    def __init__(self, wanted: Wanted, objects: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._wanted = wanted
+        self._keys = objects
+        self.objects: dict[str, Any] = {}
+
     def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+        self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict = flat(state_dict)
-        self.metadata = metadata
+        self._entries = metadata.state_dict_metadata if metadata else {}
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.metadata
-        items: list[ReadItem] = []
-        for name, tensor in self.state_dict.items():
-            stored: Any = self.metadata.state_dict_metadata[name]
-            items += create_read_items_for_chunk_list(name, stored, [chunk_of(box_of(tensor))])
+        items = list[ReadItem]()
+        nothing = torch.Size((0,))
+        for key, (box, _) in self._wanted.items():
+            entry = self._entries[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, entry, [chunk_of(box)])
+        for key in self._keys:
+            index = MetadataIndex(key)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
         return LoadPlan(items)
 
-    def lookup_tensor(self, index: Any) -> torch.Tensor:
-        return local_part(self.state_dict[index.fqn])
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._wanted[read_item.dest_index.fqn][1]
+        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return target[tuple(slice(start, start + size) for start, size in bounds)]
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def read(
@@ -119,8 +141,11 @@ def read(
 
     def load() -> None:
         own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}
+        wanted = {
+            name: (box_of(tensor), local_part(tensor).detach()) for name, tensor in own.items()
+        }
         reader = Reader(folder, manifest, own)
-        alone(dcp.load, nested(own), storage_reader=reader, planner=_Planner())
+        alone(dcp.load, {}, storage_reader=reader, planner=Regions(wanted))
 
     run_on_all_ranks(group, f"reading {folder}", load)
     transfer.forget(folder, manifest)

@@ -9,19 +9,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, load
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint.commit import cause
 from titanlite.checkpoint.places import sizes_of
+from titanlite.checkpoint.read import Regions, Wanted
 from titanlite.checkpoint.torchtitan.metadata import Reader
 from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.errors import UserError, first_line, some_of
@@ -29,8 +23,6 @@ from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box, ModelSpec
 from titanlite.runtime.store import LocalPath
 
-Wanted = Mapping[str, tuple[Box, torch.Tensor]]
-"""The region to read and the tensor to fill with it, by key."""
 _TYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "bool")
 
 
@@ -41,43 +33,6 @@ class Stored:
     key: str
     shape: tuple[int, ...]
     dtype: str
-
-
-class Regions(DefaultLoadPlanner):
-    """Reads regions of tensors, and objects without code."""
-
-    def __init__(self, wanted: Wanted, objects: list[str]) -> None:
-        super().__init__()
-        self._wanted = wanted
-        self._keys = objects
-        self.objects: dict[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._entries = metadata.state_dict_metadata if metadata else {}
-
-    def create_local_plan(self) -> LoadPlan:
-        items = list[ReadItem]()
-        nothing = torch.Size((0,))
-        for key, (box, _) in self._wanted.items():
-            start = torch.Size(each.start for each in box)
-            chunk = ChunkStorageMetadata(start, torch.Size(sizes_of(box)))
-            entry = self._entries[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, entry, [chunk])
-        for key in self._keys:
-            index = MetadataIndex(key)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._wanted[read_item.dest_index.fqn][1]
-        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return target[tuple(slice(start, start + size) for start, size in bounds)]
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class Folder:
