@@ -21,13 +21,19 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """Cast these parameters where a unit that is recomputed or compiled as a whole begins."""
     name = context.job.config.training.mixed_precision_param
     dtype = getattr(torch, name)
-    left = {parameter for parameter in fsdp.left_whole(model, context) if parameter.dtype != dtype}
+    left: set[torch.Tensor] = {
+        parameter for parameter in fsdp.left_whole(model, context) if parameter.dtype != dtype
+    }
     if not left:
         return []
     if not shared_names(model):
         for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.weight in left:
-                left.difference_update(_cast_rows(module, dtype))
+            # Not under tensor parallel, which sums rows over ranks, in the type of activations.
+            if not isinstance(module, nn.Embedding) or isinstance(module.weight, DTensor):
+                continue
+            if module.weight in left:
+                left.remove(module.weight)
+                _cast_rows(module, dtype)
     for module in _units(model, context):
         names = [path for path, parameter in module.named_parameters() if parameter in left]
         left.difference_update(module.parameters())
@@ -51,17 +57,11 @@ def _units(model: nn.Module, context: Context) -> Iterator[nn.Module]:
     yield model
 
 
-def _cast_rows(module: nn.Embedding, dtype: torch.dtype) -> set[torch.Tensor]:
-    """Cast the rows that an embedding looks up instead of its table; return the table.
-
-    Not under tensor parallel, which sums rows over ranks, in the type of activations.
-    """
-    if isinstance(module.weight, DTensor):
-        return set()
+def _cast_rows(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the rows that an embedding looks up, instead of its table."""
     look_up = module.forward
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         return look_up(tokens).to(dtype)
 
     module.forward = forward  # type: ignore[method-assign]
-    return {module.weight}
