@@ -106,7 +106,8 @@ def _moved(one: Operation, event: Event, growth: tuple[int, ...]) -> Operation:
 
 def _first_blocks(job: Job, events: Sequence[Event]) -> list[int]:
     """Return the first block of each stage of these events that has blocks."""
-    blocks = [blocks_of(job, stage) for stage in sorted({each.stage for each in events})]
+    stages = sorted({each.stage for each in events if each.stage >= 0})  # the rest has none
+    blocks = [blocks_of(job, stage) for stage in stages]
     return [int(names[0].rpartition(".")[2]) for names in blocks if names]
 
 
