@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from titanlite.planner.torch_private import replaced
 from titanlite.runtime import torch_private
 from titanlite.runtime.distributed import set_collective_timeout, shared_device
 from titanlite.train.trainer import Trainer
@@ -217,14 +218,12 @@ def _forking(server: ForkServer) -> Iterator[None]:
     """Let multiprocessing start processes by this fork server, which sees no GPUs: compiling asks
     for all that it sees, and fails in a fork.
     """
-    usual = forkserver.connect_to_new_process
     shown = os.environ.get(_GPUS)
-    forkserver.connect_to_new_process = server.connect_to_new_process
     os.environ[_GPUS] = ""
     try:
-        yield
+        with replaced(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            yield
     finally:
-        forkserver.connect_to_new_process = usual
         del os.environ[_GPUS]
         if shown is not None:
             os.environ[_GPUS] = shown
