@@ -21,13 +21,13 @@ from titanlite.data.shards import (
     HEADER_BYTES,
     MAGIC,
     MANIFEST,
-    ends_file,
     load_numbers,
     read_manifest,
     sample,
+    write_ends,
 )
 from titanlite.errors import UserError, command_line, first_line
-from titanlite.runtime.store import LocalPath, sync
+from titanlite.runtime.store import LocalPath
 
 _TYPES = {2: "uint16", 4: "uint32", 8: "int64", 1: "uint8"}
 """Of ids, by their bytes."""
@@ -172,8 +172,7 @@ def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path
     content, shards = 0, list[dict[str, Any]]()
     for number, (source, path) in enumerate(files):
         shard, ends = _list(path, known, end)
-        np.save(ends_file(out, number), ends)
-        sync(ends_file(out, number))
+        write_ends(out, number, ends)
         sampled = shard["samples"][shard["file"]]
         content = zlib.crc32(sampled.encode() + ends.tobytes(), content)
         shards.append({**shard, "source": source})

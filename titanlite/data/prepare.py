@@ -33,6 +33,7 @@ from titanlite.data.shards import (
     header,
     id_type,
     read_manifest,
+    write_ends,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import UserError
@@ -235,8 +236,7 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
                     ends.append(tokens)
         out.seek(0)
         out.write(header(tokens, dtype, crc32))
-        np.save(ends_file(staging, unit.number), np.asarray(ends, dtype=np.int64))
-        store.sync(ends_file(staging, unit.number))
+        write_ends(staging, unit.number, np.asarray(ends, dtype=np.int64))
 
 
 def _manifest(

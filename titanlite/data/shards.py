@@ -199,6 +199,13 @@ def ends_file(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:06}.ends.npy"
 
 
+def write_ends(folder: Path, number: int, ends: np.ndarray) -> None:
+    """Write that file to the disk."""
+    path = ends_file(folder, number)
+    np.save(path, ends)
+    store.sync(path)
+
+
 def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
     own = id_type(manifest["vocab_size"]).str
     return [
