@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -156,6 +156,17 @@ def format_bytes(size: float) -> str:
 def columns(piped: int = 1_000_000) -> int:
     """Return the width of the terminal, or `piped` if output goes elsewhere."""
     return shutil.get_terminal_size((piped, 24)).columns
+
+
+def counted_rows(rows: Mapping[tuple[str, ...], int]) -> list[tuple[str, ...]]:
+    """Return the rows of a table with a last column for those that stand for several, "x 3"."""
+    cells = list[tuple[str, ...]]()
+    for row, count in rows.items():
+        times = ""
+        if count > 1:
+            times = f"x {count}"
+        cells.append((*row, times))
+    return cells
 
 
 def format_table(

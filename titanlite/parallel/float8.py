@@ -24,7 +24,14 @@ from torch.torch_version import TorchVersion
 
 from titanlite.config.job import Job
 from titanlite.config.schema import KEYS
-from titanlite.errors import UserError, format_table, install_command, nearest, some_of
+from titanlite.errors import (
+    UserError,
+    counted_rows,
+    format_table,
+    install_command,
+    nearest,
+    some_of,
+)
 from titanlite.parallel.build import Context, layer_pattern
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import (
@@ -253,7 +260,7 @@ def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[
     job = context.job
     settings = job.config.quantize.linear.float8
     high = job.config.training.mixed_precision_param
-    rows: Counter[tuple[str, str, str]] = Counter()
+    rows: Counter[tuple[str, ...]] = Counter()
     for layer in layers:
         result = "float8"
         if layer.skip_reason:
@@ -276,13 +283,7 @@ def _table(layers: Sequence[Layer], model: nn.Module, context: Context) -> list[
         details += ", scales precomputed"
     converted = sum(not layer.skip_reason for layer in layers)
     title = f"Applied float8 to {converted} of {len(layers)} linear layers ({details})"
-    cells = []
-    for row, count in rows.items():
-        times = ""
-        if count > 1:
-            times = f"x {count}"
-        cells.append((*row, times))
-    return [title, *format_table(cells, indent=2).splitlines()]
+    return [title, *format_table(counted_rows(rows), indent=2).splitlines()]
 
 
 # ---------------------------------------------------------------- collectives in float8

@@ -14,7 +14,7 @@ from titanlite.checkpoint.layouts import layout_of
 from titanlite.config.job import Job
 from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
 from titanlite.config.pipeline_order import stage_table
-from titanlite.errors import few_of, format_table
+from titanlite.errors import counted_rows, few_of, format_table
 from titanlite.parallel.build import Context, build_model, layer_pattern
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
@@ -92,10 +92,4 @@ def _parameters(parts: Sequence[nn.Module], job: Job) -> str:
             local_shape = str([*local_part(parameter).shape])
             rows[pattern, shape, layout_of(parameter).placement, local_shape] += 1
     header = ("parameter", "shape", "placement", "on rank 0", "layers")
-    cells = []
-    for row, count in rows.items():
-        layers = ""
-        if count > 1:
-            layers = f"x {count}"
-        cells.append((*row, layers))
-    return format_table(cells, header)
+    return format_table(counted_rows(rows), header)
