@@ -63,7 +63,7 @@ def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
 def fetched(
     step: Place, manifest: Manifest, names: Iterable[str]
 ) -> AbstractContextManager[LocalPath]:
-    """Yield the folder here with files of a checkpoint, which are verified if they are brought."""
+    """Yield the folder here with files of a checkpoint, verified if they are fetched."""
 
     def bring(path: Place, draft: LocalPath) -> None:
         _copy_file(path, draft, manifest.files[path.name])
@@ -72,7 +72,7 @@ def fetched(
 
 
 def mismatches(step: Place, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return the faults in the bytes of files; what is brought for it stays, to be read."""
+    """Return the faults in the bytes of files; fetched files stay until they are read."""
     with fetched(step, manifest, names) as folder:
         return [
             f"{folder / name}: checksum mismatch"
@@ -82,7 +82,7 @@ def mismatches(step: Place, manifest: Manifest, names: Iterable[str]) -> list[st
 
 
 def forget(step: Place, manifest: Manifest) -> None:
-    """Delete what was brought, unless another process uses it."""
+    """Delete fetched files, unless another process uses them."""
     (step / manifest.attempt).forget(manifest.files)
 
 

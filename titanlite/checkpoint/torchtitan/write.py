@@ -18,7 +18,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 class _Late(DefaultSavePlanner):
-    """Reads each tensor, of which there is only a description, when it is written."""
+    """Reads each tensor only when it is written; until then there is a description of it."""
 
     def __init__(self, read: Read) -> None:
         super().__init__()
