@@ -17,7 +17,8 @@ from tests.jobs import TINY
 from tests.launch.nodes import cluster
 from tests.messages import says
 from tests.runs import command, descendants, environment, finish, start
-from titanlite.tools.doctor import pressure, shown_variables
+from titanlite.runtime.cluster import RankInfo
+from titanlite.tools.doctor import pressure, shown_variables, strain
 
 PLAIN = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -65,6 +66,15 @@ def test_the_machine_is_described_by_its_load_shared_memory_and_open_files():
     assert re.fullmatch(
         r"load \d+\.\d of \d+ CPUs, \S+ \S+ free in /dev/shm, ulimit -n \d+", pressure()
     )
+
+
+def test_a_busy_host_is_named_once(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (1.0, 71.2, 3.0))
+    (line,) = strain(RankInfo(8, 16, 0, "node-b"))
+    says(line, "node-b", "load", "71")
+    assert not strain(RankInfo(9, 16, 1, "node-b"))
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.4, 0.1))
+    assert not strain(RankInfo(8, 16, 0, "node-b"))
 
 
 def test_variables_that_may_be_secret_are_not_shown():

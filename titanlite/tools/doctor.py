@@ -43,6 +43,8 @@ _SHOWN = (
 )
 _SECRET = "TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH"
 _DUMP = "rank_"
+_SHARED_MEMORY = 256 << 20
+"""NCCL's ranks of one host talk through it; a container has 64 MiB if not told otherwise."""
 _ABOUT = """Start the workers as `titanlite train` would with the same options and environment, \
 compare what the ranks
 have, time their network, and print it all with what looks wrong, for a bug report. \
@@ -129,6 +131,7 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         heart.start()
         machine = f"{cores()} cores, {format_bytes(machine_bytes())}, {pressure()}"
         facts = gather_on_rank_0(facts_of(job, rank, device, machine))
+        hosts = gather_on_rank_0(strain(rank))
         if rank.rank == 0:
             build = torch.__config__.show().strip().splitlines()
             lines = [*shown_variables(environ), "", f"{sys.executable}, {platform.platform()}"]
@@ -138,9 +141,11 @@ def examine(job: Job, rank: RankInfo, environ: Mapping[str, str]) -> None:
         require_equal(facts, rank.world)
         mesh = build_mesh(job.layout, device.type).world
         OWN_PAGE.enter("network")
-        lines = [f"warning: {line}" for line in notable(facts)]
-        if rank.world > 1:
-            lines = check_network(mesh, device, facts)
+        lines = [f"warning: {line}" for host in hosts for line in host]
+        if rank.world == 1:
+            lines += [f"warning: {line}" for line in notable(facts)]
+        else:
+            lines += check_network(mesh, device, facts)
             rounds = exchange_in_pairs(device)
             lines += [f"warning: {line}" for line in slow_ranks(rounds, facts)]
         if not any(line.startswith("warning") for line in lines):
@@ -157,6 +162,19 @@ def pressure() -> str:
         parts.append(f"{format_bytes(shutil.disk_usage('/dev/shm').free)} free in /dev/shm")
     parts.append(f"ulimit -n {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}")
     return ", ".join(parts)
+
+
+def strain(rank: RankInfo) -> list[str]:
+    """Return what slows this rank's host; empty on all but its first rank."""
+    lines: list[str] = []
+    if rank.local_rank > 0:
+        return lines
+    load = os.getloadavg()[1]
+    if load > (os.cpu_count() or 1):
+        lines.append(f"{rank.host} is busy: its load was {load:.0f} in the last five minutes")
+    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").total < _SHARED_MEMORY:
+        lines.append(f"/dev/shm of {rank.host} is smaller than {format_bytes(_SHARED_MEMORY)}")
+    return lines
 
 
 def facts_table(facts: Sequence[RankFacts]) -> str:
