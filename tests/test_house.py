@@ -188,7 +188,7 @@ def test_private_names_of_torch_stay_in_one_file_and_the_planners_in_another():
         "import torch._dynamo",
         "from torch.distributed._tensor import DTensor",
         "from torch.distributed.tensor import _utils",
-        "def f():\n    import torch\n    torch._foreach_mul_([], 2)",
+        "def f():\n    import torch\n    torch._foreach_div_([], 2)",
         "import torch\ntorch.ops._c10d_functional.all_reduce",
         "import torch.distributed as dist\ndist._world",
         "from torch.distributed import distributed_c10d as c10d\nc10d._world.pg_map",

@@ -25,7 +25,7 @@ from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.jobs import MOE, TINY, files_of_at_most, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.optim.test_skip import changes_of_steps
+from tests.optim.test_update import changes_of_steps
 from tests.runs import ROOT, environment
 from titanlite.errors import RunFailed
 from titanlite.launch.preflight import check_machine

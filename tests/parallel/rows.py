@@ -166,7 +166,9 @@ def prefer(run: Trainer, experts: Collection[int]) -> None:
 def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> dict[str, Any]:
     """Return the numbers of one step, of what this rank has of the model, and what it did."""
     torch.compiler.reset()  # or it mixes up graphs of different meshes in one process
-    run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
+    run = trainer(
+        [*argv, f"--training.global_batch_size={SAMPLES}", "--training.max_norm=0.5"], folder
+    )
     run.step = 1
     if preferred:
         prefer(run, preferred)
@@ -176,13 +178,14 @@ def one_step(argv: list[str], folder: str, preferred: Collection[int] = ()) -> d
     own = own_batches(run)
     loss = forward_backward(run, own)
     valid = count_valid(torch.stack([batch.labels for batch in own])) * run.runner.model.has_loss
+    norm = run.runner.gradient_norm()
     found = {
         "loss": loss_over_ranks(loss, valid, run.runner.context.mesh.loss)[0],
         "gradients": {name: full(p.grad) for name, p in parameters.items() if p.grad is not None},
-        "inf norm": run.runner.clip_gradients(float("inf"), float("inf")).item(),
-        "norm": run.runner.clip_gradients(0.5).item(),
+        "inf norm": run.runner.gradient_norm(float("inf")).item(),
+        "norm": norm.item(),
     }
-    run.runner.update(1, torch.zeros(()))
+    run.runner.update(1, norm)
     pipeline = run.runner.model
     if isinstance(pipeline, Pipeline):
         row = orders(run.job.stages)[run.runner.context.mesh.world["pp"].get_local_rank()]

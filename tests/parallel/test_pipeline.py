@@ -69,7 +69,7 @@ def with_dropout(words: str, folder: str) -> dict[str, Any]:
     run.step += 1
     ignored = [torch.stack([b.tokens, torch.full_like(b.tokens, IGNORED)], dim=1) for b in own]
     none = forward_backward(run, [MicroBatch(rows) for rows in ignored]).item()
-    norm = run.runner.clip_gradients().item()
+    norm = run.runner.gradient_norm().item()
     return {"losses": losses, "seeds": seeds, "phases": phases, "none": (none, norm)}
 
 

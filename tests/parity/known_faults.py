@@ -256,12 +256,10 @@ def accumulation_forgotten(*call):
     return _between_micro_batches(Tensor.zero_, *call)
 
 
-@fault("train.step.clip_grad_norm", "dp2", "tp2")
-def clip_by_local_norm(clip, parameters, max_norm, p, *stages):
+@fault("train.step.grad_norm", "dp2", "tp2")
+def clip_by_local_norm(norm, parameters, p, *stages):
     """gradients are clipped by the norm of the rank's shards instead of the global norm"""
-    norm = nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters], p)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    return nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters], p)
 
 
 @fault("optim.grad_norm._norm", "tp2")
@@ -358,10 +356,10 @@ def pipeline_undivided(run, runner, step, batches, valid_tokens):
     return run(runner, step, batches, torch.ones_like(valid_tokens)) / valid_tokens
 
 
-@fault("train.step.clip_grad_norm", "pp2")
-def stage_norm_local(clip, parameters, max_norm, p, stages, copies):
+@fault("train.step.grad_norm", "pp2")
+def stage_norm_local(norm, parameters, p, stages, copies):
     """each stage clips its gradients by its own norm"""
-    return clip(parameters, max_norm, p, None, copies)
+    return norm(parameters, p, None, copies)
 
 
 @fault("parallel.pipeline_parallel.Pipeline.sum_tied_gradients", "pp2", variant="tied")

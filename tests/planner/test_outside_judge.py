@@ -35,7 +35,7 @@ def _step(run: Trainer, number: int, batches: list[MicroBatch]) -> None:
     own_tokens = count_valid(torch.stack([batch.labels for batch in batches]))
     valid = run.guard.exchange(own_tokens)
     loss = run.runner.forward_backward(number, batches, valid)
-    norm = run.runner.clip_gradients()
+    norm = run.runner.gradient_norm()
     run.runner.update(number, norm, run.guard.record(number, loss, norm))
 
 

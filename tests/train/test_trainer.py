@@ -108,7 +108,7 @@ def train_with_nan(
     where no loss is; return the step it stopped at and the message.
     """
     run = trainer(argv, folder)
-    forward_backward, clip = run.runner.forward_backward, run.runner.clip_gradients
+    forward_backward, norm = run.runner.forward_backward, run.runner.gradient_norm
 
     def is_bad(at_step: int) -> bool:
         return (run.rank_info.rank, at_step) == (rank, step)
@@ -117,14 +117,14 @@ def train_with_nan(
         loss = forward_backward(at_step, micro_batches, valid_tokens)
         return loss * float("nan") if of_loss and is_bad(at_step) else loss
 
-    def clip_gradients() -> torch.Tensor:
+    def norm_of_poisoned() -> torch.Tensor:
         if is_bad(run.step) and not of_loss:
             for parameter in run.runner.parameters:
                 parameter.grad.fill_(float("inf"))
-        return clip()
+        return norm()
 
     run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign,assignment]
-    run.runner.clip_gradients = clip_gradients  # type: ignore[method-assign]
+    run.runner.gradient_norm = norm_of_poisoned  # type: ignore[method-assign]
     try:
         run.train()
     except NonFinite as error:

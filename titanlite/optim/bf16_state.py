@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.optim.skip import step_unless
+from titanlite.optim.update import update
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.runtime.determinism import derive_seed
 
@@ -60,8 +60,9 @@ def _largest_shard(parameter: torch.Tensor) -> int:
 class BF16State(torch.optim.Optimizer):
     """Wraps an optimizer and keeps its state in bfloat16 between steps."""
 
-    takes_found_inf = True
+    is_like_fused_adam = True
     """The inner optimizer skips its steps, and rounding does not change bfloat16 values."""
+    grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, seed: int, backend: str = "") -> None:
@@ -98,10 +99,7 @@ class BF16State(torch.optim.Optimizer):
                 if _is_state_tensor(value):
                     value = value.to(copy.dtype)
                 inner.state[copy][key] = value
-        skipped = None
-        if self.found_inf is not None:
-            skipped = self.found_inf > 0
-        step_unless(skipped, inner)
+        update(inner, self.grad_scale, self.found_inf)
         step = group.get("training_step", 0)
         for name, (parameter, copy) in zip(names, fp32.items(), strict=True):
             if copy is not parameter:

@@ -1,4 +1,4 @@
-"""One gradient norm over parameters on any mix of meshes, and clipping; no wait for the device."""
+"""One gradient norm over parameters on any mix of meshes; no wait for the device."""
 
 from collections.abc import Collection, Iterable
 
@@ -9,32 +9,27 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from titanlite.parallel.dtensor import local_part
-from titanlite.runtime.torch_private import foreach_mul_
 
 _ROW = 64  # elements of a gradient summed in float32
 _LARGE = 1 << 17  # from this many elements on, norms of rows are faster than one norm in float64
 
 
-def clip_grad_norm(
+def grad_norm(
     parameters: Iterable[torch.Tensor],
-    max_norm: float,
     p: float = 2.0,
     pp: DeviceMesh | None = None,
     copies: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scale the gradients to a global p-norm of at most `max_norm`.
+    """Return the p-norm of all gradients, equal on all ranks.
 
-    Return the norm before scaling, equal on all ranks. `pp` is the mesh over pipeline stages, which
-    have different parameters. `copies` are parameters that another stage counts: they are scaled,
-    but not counted again.
+    `pp` is the mesh over pipeline stages, which have different parameters. `copies` are parameters
+    that another stage counts.
     """
-    gradients = {
-        parameter: parameter.grad for parameter in parameters if parameter.grad is not None
-    }
     # Tensors on different meshes can't be stacked, and torch converts placements one by one.
     alike: dict[object, list[torch.Tensor]] = {}
-    for parameter, gradient in gradients.items():
-        if not any(parameter is copy for copy in copies):
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and not any(parameter is copy for copy in copies):
             place = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
             alike.setdefault(place, []).append(gradient)
     norms = [_norm(tensors, p) for tensors in alike.values()]
@@ -43,17 +38,16 @@ def clip_grad_norm(
         own = torch.linalg.vector_norm(torch.stack(norms), p)
     else:  # a stage may have no gradients
         own = torch.zeros((), dtype=torch.float64, device=device)
-    total = own
     if pp:
-        total = _over(own.double().to(device), p, pp.get_group()).to(own)
+        return _over(own.double().to(device), p, pp.get_group()).to(own)
+    return own
+
+
+def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
+    """Return what gradients are divided by for a norm of at most `max_norm`; None for nothing."""
     if max_norm == float("inf"):
-        return total
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if gradients:
-        # On local parts: for a list of DTensors on a mesh of three dimensions torch needs many
-        # seconds to find out how the result is sharded.
-        foreach_mul_([local_part(gradient) for gradient in gradients.values()], scale)
-    return total
+        return None
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def _over(norm: torch.Tensor, p: float, group: dist.ProcessGroup) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import nn
 
 from titanlite.config.schema import JobConfig
 from titanlite.errors import RunFailed, UserError, format_bytes, print_notice
-from titanlite.optim.skip import step_unless
+from titanlite.optim.update import update
 from titanlite.parallel.dtensor import local_part, with_shard
 
 _KEY = "training.offload_folder"
@@ -43,8 +43,9 @@ class OnDisk(torch.optim.Optimizer):
     `state` has the tensors as maps of the file, for checkpoints only: steps read the file.
     """
 
-    takes_found_inf = True
+    is_like_fused_adam = True
     """The inner optimizer skips its steps, and the state is written back as it was read."""
+    grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -111,10 +112,7 @@ class OnDisk(torch.optim.Optimizer):
         part.grad = gradient
         self._inner.param_groups = [{**group, "params": [part]}]
         self._inner.state = defaultdict(dict, {part: state})
-        skipped = None
-        if self.found_inf is not None:
-            skipped = self.found_inf > 0
-        step_unless(skipped, self._inner)
+        update(self._inner, self.grad_scale, self.found_inf)
         return state
 
     def _move(self, call: Any, kept: Any, slot: torch.Tensor) -> None:

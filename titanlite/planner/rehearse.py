@@ -245,7 +245,7 @@ def _count_step(
             if counting.offloads:
                 sizes = {"buffers": sizes.pop("buffers"), "host": sum(sizes.values())}
             static.clear()
-            norm = runner.clip_gradients()
+            norm = runner.gradient_norm()
             runner.update(step, norm, guard.record(step, loss, norm))
             recording = replace(counting.recording(), static=sizes)
         guard.read()

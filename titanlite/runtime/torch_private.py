@@ -86,11 +86,12 @@ def attention_gradients(
     )
 
 
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor by a factor, in one kernel."""
-    # torch 2.11, 2.13 and 2.15. The public clip_grads_with_norm_ does the same, but is slow for
+def foreach_div_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divide each tensor by a scalar on the device, in one kernel."""
+    # torch 2.11, 2.13 and 2.14. The public clip_grads_with_norm_ multiplies, and is slow for
     # DTensors.
-    torch._foreach_mul_(tensors, factor)
+    if tensors:
+        torch._foreach_div_(tensors, divisor.to(tensors[0].device))
 
 
 def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:

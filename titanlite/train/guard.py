@@ -20,6 +20,7 @@ from titanlite.runtime.distributed import gather_objects
 
 PERIOD = 1000
 """At most fault.skip_budget steps may be skipped in this many."""
+_NEVER = 2**62
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on every rank with a bad step's number, a line for the log, and metrics."""
 Read = Callable[[], list[float]]
@@ -67,8 +68,8 @@ class StepGuard:
     ) -> None:
         self._tp = tp
         self._copy = copy
-        self._first_bad = torch.zeros(2, dtype=torch.int64, device=device)
-        """The steps of the first bad loss and of the first bad norm; 0 for none."""
+        self._first_bad = torch.full((2,), _NEVER, device=device)
+        """The steps of the first bad loss and of the first bad norm."""
         self._read_flags: Read | None = None
         self._bad_steps: BadSteps | None = None
         """None if non-finite values end the run and spike detection is off."""
@@ -80,7 +81,7 @@ class StepGuard:
 
         The flag of a bad value and a stop request are summed with it.
         """
-        bad = (self._first_bad > 0).any().to(torch.int64)
+        bad = (self._first_bad < _NEVER).any().to(torch.int64)
         sums = torch.stack([valid_tokens, bad, torch.full_like(bad, stop)])
         if self._bad_steps:
             sums = self._bad_steps.all_reduce(sums, self._tp)
@@ -97,8 +98,9 @@ class StepGuard:
         skipped = None
         if self._bad_steps:
             skipped, loss, norm = self._bad_steps.record(step, loss, norm)
-        bad = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm)])
-        self._first_bad = torch.where(bad & (self._first_bad == 0), step, self._first_bad)
+        values = torch.stack([loss, norm])
+        bad = values - values != 0  # inf - inf is NaN
+        self._first_bad = torch.minimum(self._first_bad, self._first_bad.masked_fill(bad, step))
         return skipped
 
     def read(self) -> bool:
@@ -114,7 +116,7 @@ class StepGuard:
                 self._bad_steps.act()
             return bool(stop)
         all_first_bad: list[list[int]] = gather_objects(self._first_bad.tolist(), dist.group.WORLD)
-        step = min(filter(None, chain.from_iterable(all_first_bad)))
+        step = min(chain.from_iterable(all_first_bad))
         ranks = [str(rank) for rank, steps in enumerate(all_first_bad) if steps[0] == step]
         what = "the gradient norm"
         if ranks:

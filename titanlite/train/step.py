@@ -1,6 +1,6 @@
 """One training step: forward, backward, gradient norm, update; without data, logs or checkpoints.
 
-A caller takes a step with `forward_backward`, `clip_gradients` and `update`, in this order;
+A caller takes a step with `forward_backward`, `gradient_norm` and `update`, in this order;
 stopping, logging and saving are left to the trainer.
 """
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from titanlite.data.loader import MicroBatch
 from titanlite.optim.build import TrainedParam
-from titanlite.optim.grad_norm import clip_grad_norm
+from titanlite.optim.grad_norm import clip_divisor, grad_norm
 from titanlite.optim.lr_schedule import learning_rate
-from titanlite.optim.skip import step_unless
+from titanlite.optim.update import update
 from titanlite.parallel import replicated, tensor_parallel
 from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
@@ -67,17 +67,15 @@ class StepRunner:
         return total
 
     @phase("gradient norm")
-    def clip_gradients(self, max_norm: float | None = None, p: float = 2.0) -> torch.Tensor:
-        """Clip the gradients to a norm, training.max_norm by default; return the norm before."""
-        if max_norm is None:
-            max_norm = self.config.training.max_norm
-        stages = self.context.mesh.pp
-        norm = clip_grad_norm(self.parameters, max_norm, p, stages, self.model.copies)
+    def gradient_norm(self, p: float = 2.0) -> torch.Tensor:
+        """Return the norm of the gradients, equal on all ranks."""
+        norm = grad_norm(self.parameters, p, self.context.mesh.pp, self.model.copies)
         return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
 
     @phase("optimizer")
     def update(self, step: int, norm: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Update the weights at this step's learning rate, and free the gradients.
+        """Clip the gradients, which have this norm, update the weights at this step's learning
+        rate, and free the gradients.
 
         The biases of routers change too, unless the norm is not finite. If `skipped` is true,
         nothing changes.
@@ -85,10 +83,7 @@ class StepRunner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
             group["training_step"] = step
-        if skipped is None:
-            self.optimizer.step()
-        else:
-            step_unless(skipped, self.optimizer)
+        update(self.optimizer, clip_divisor(norm, self.config.training.max_norm), skipped)
         self.optimizer.zero_grad(set_to_none=True)
         if self.balance.routers:
             if skipped is None:

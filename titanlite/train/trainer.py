@@ -270,7 +270,7 @@ class Trainer:
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
         if self.step == 1:
             self.report.name_unused(self.runner.trained)
-        norm = self.runner.clip_gradients()
+        norm = self.runner.gradient_norm()
         skipped = self.guard.record(self.step, loss, norm)
         self.saver.before_update()  # an asynchronous save may still be copying the weights
         self.runner.update(self.step, norm, skipped)

@@ -188,7 +188,7 @@ class InstrumentedTrainer(Trainer):
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())
             self.measured[measurements.NORM] = {
-                "(p = inf)": self.runner.clip_gradients(math.inf, math.inf).cpu()
+                "(p = inf)": self.runner.gradient_norm(math.inf).cpu()
             }
             self.measured |= measurements.routed(
                 *self.parts, add=partial(dist.all_reduce, group=self.runner.context.mesh.stage)

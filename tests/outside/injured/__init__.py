@@ -69,7 +69,7 @@ def prepare() -> None:
     from titanlite.runtime.page import OWN_PAGE, OwnPage
     from titanlite.train.step import StepRunner
 
-    planned, enter, clip = list[tuple[str, str, int]](), OwnPage.enter, StepRunner.clip_gradients
+    planned, enter, norm = list[tuple[str, str, int]](), OwnPage.enter, StepRunner.gradient_norm
     destroy, share = dist.destroy_process_group, OwnPage.share
 
     def begin() -> None:
@@ -90,13 +90,13 @@ def prepare() -> None:
                 planned.remove(injury)
                 suffer(kind)
 
-    def injured_clip(self: Any, *arguments: Any) -> Any:
+    def injured_norm(self: Any, *arguments: Any) -> Any:
         for injury in [*planned]:
             if injury[0] in ("nan", "spike") and injury[2] == OWN_PAGE.step:
                 planned.remove(injury)
                 gradient = next(p.grad for p in self.parameters if p.grad is not None)
                 gradient.mul_(float("nan") if injury[0] == "nan" else 1e4)
-        return clip(self, *arguments)
+        return norm(self, *arguments)
 
     def injured_destroy() -> None:
         destroy()
@@ -107,7 +107,7 @@ def prepare() -> None:
     mock.patch.object(OwnPage, "share", injured_share).start()
     mock.patch.object(dist, "destroy_process_group", injured_destroy).start()
     mock.patch.object(OwnPage, "enter", injured_enter).start()
-    mock.patch.object(StepRunner, "clip_gradients", injured_clip).start()
+    mock.patch.object(StepRunner, "gradient_norm", injured_norm).start()
     begin()
 
 

@@ -1,8 +1,8 @@
-"""An optimizer step that leaves everything bit-identical if a flag on the device is set.
+"""One update: the gradients are divided by a number, and a flag on the device may forbid the step.
 
-torch's fused Adam and AdamW do so themselves, at no cost. Any other step is masked: copies of the
-parameters and of their state are kept while it runs. (With state in bfloat16 they are kept for a
-few parameters at a time.)
+torch's fused Adam and AdamW do both in their kernel. For any other optimizer the gradients are
+divided first, and a step that may be skipped is masked: copies of the parameters and of their state
+are kept while it runs. (With state in bfloat16 they are kept for a few parameters at a time.)
 """
 
 from typing import Any
@@ -11,38 +11,50 @@ import torch
 
 from titanlite.errors import UserError
 from titanlite.parallel.dtensor import local_part
+from titanlite.runtime.torch_private import foreach_div_
 
 
-def step_unless(skipped: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step that changes nothing if `skipped`, a boolean on the device, is true.
+@torch.no_grad()
+def update(
+    optimizer: torch.optim.Optimizer,
+    divisor: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
+) -> None:
+    """Divide the gradients and take a step, which changes nothing if `skipped` is true.
 
-    None never skips.
+    Both are scalars on the device; without them gradients stay as they are, and no step is skipped.
     """
-    if skipped is None:
-        optimizer.step()
-        return
-    if not _takes_found_inf(optimizer):
+    parameters = _parameters(optimizer)
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    takes_both = _is_like_fused_adam(optimizer)
+    # The kernel's divisor has float32.
+    divides_itself = takes_both and all(each.dtype != torch.float64 for each in gradients)
+    if divisor is not None and not divides_itself:
+        foreach_div_(gradients, divisor)
+        divisor = None
+    if skipped is not None and not takes_both:
         _masked_step(skipped, optimizer)
         return
-    parameters = _parameters(optimizer)
-    device = skipped.device
-    if parameters:
-        device = parameters[0].device
-    vars(optimizer)["found_inf"] = skipped.to(device, torch.float32)  # torch's own name
+    given = {"grad_scale": divisor, "found_inf": skipped}  # torch's own names
+    for name, value in given.items():
+        if value is not None and parameters:
+            vars(optimizer)[name] = value.to(parameters[0].device, torch.float32)
     try:
         optimizer.step()
     finally:
-        del vars(optimizer)["found_inf"]
+        for name in given:
+            vars(optimizer).pop(name, None)
 
 
-def _takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer changes nothing if its attribute `found_inf` is 1.
+def _is_like_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step divides by the attribute `grad_scale`, and does nothing if `found_inf`
+    is 1.
 
     torch's classes, but not subclasses of them, do so when fused.
     """
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return getattr(optimizer, "takes_found_inf", is_torchs and is_fused)
+    return getattr(optimizer, "is_like_fused_adam", is_torchs and is_fused)
 
 
 @torch.no_grad()
@@ -63,7 +75,7 @@ def _masked_step(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> Non
         if old is None:  # state that the first step creates was zero, as for a checkpoint
             old = torch.zeros_like(local)
         # A step count may be on the host: then moving `skipped` waits for the device.
-        local.copy_(torch.where(skipped.to(local.device), old, local))
+        local.copy_(torch.where(skipped.to(local.device).bool(), old, local))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

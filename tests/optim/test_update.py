@@ -19,7 +19,7 @@ from tests.observe.test_sinks import tensorboard
 from tests.runs import losses, records, run
 from titanlite.config.schema import FaultSection
 from titanlite.errors import GIVEN_UP, GivenUp, RunFailed
-from titanlite.optim.skip import step_unless
+from titanlite.optim.update import update
 from titanlite.parallel.dtensor import local_part
 from titanlite.train.guard import BadSteps, Window
 from titanlite.train.trainer import Trainer
@@ -49,7 +49,7 @@ def poison(run: Trainer, factors: dict[int, float]) -> None:
     the step. NaN spoils the loss too.
     """
     forward_backward = run.runner.forward_backward
-    clip = run.runner.clip_gradients
+    gradient_norm = run.runner.gradient_norm
 
     def factor() -> float:
         return factors.get(1 + run.consumed // run.data.rank_slice.per_step, 1.0)
@@ -58,14 +58,14 @@ def poison(run: Trainer, factors: dict[int, float]) -> None:
         loss = forward_backward(*args)
         return loss * math.nan if math.isnan(factor()) else loss
 
-    def clip_gradients() -> torch.Tensor:
+    def norm_of_poisoned() -> torch.Tensor:
         for parameter in run.runner.parameters:
             assert parameter.grad is not None
             local_part(parameter.grad).mul_(factor())
-        return clip()
+        return gradient_norm()
 
     run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign]
-    run.runner.clip_gradients = clip_gradients  # type: ignore[method-assign]
+    run.runner.gradient_norm = norm_of_poisoned  # type: ignore[method-assign]
 
 
 def changes_of_steps(argv: list[str], folder: str, factors: dict[int, float]) -> list[bool]:
@@ -274,6 +274,46 @@ def test_the_launcher_returns_the_exit_code_of_a_used_up_budget(tmp_path):
     assert steps_in(tmp_path)[0] == "step-3", "a step that is skipped changes nothing"
 
 
+def after_updates(
+    kind: type[torch.optim.Optimizer], fused: bool, divisor: float, skipped: float, in_kernel: bool
+) -> list[torch.Tensor]:
+    """Return values, gradient and state after three updates, with gradients divided before or by
+    the update.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=generator))
+    optimizer = kind([parameter], lr=1e-2, fused=fused, foreach=not fused)  # type: ignore[call-arg]
+    for _ in range(3):
+        parameter.grad = torch.randn(1000, generator=generator)
+        by = torch.tensor(divisor)
+        if not in_kernel:
+            parameter.grad.div_(by)
+        update(optimizer, by if in_kernel else None, torch.tensor(skipped))
+    assert isinstance(parameter.grad, torch.Tensor)
+    return [parameter.detach(), parameter.grad, *optimizer.state[parameter].values()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_divided_in_the_kernel_have_the_bits_of_those_divided_before(kind, fused):
+    for divisor in (1.0, 3.7, math.inf, math.nan):
+        for skipped in (0.0, 1.0):
+            before, inside = (
+                after_updates(kind, fused, divisor, skipped, in_kernel)
+                for in_kernel in (False, True)
+            )
+            for one, other in zip(before[:1] + before[2:], inside[:1] + inside[2:], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_in_float64_are_not_divided_by_a_number_in_float32():
+    third = torch.tensor(3.0, dtype=torch.float64)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    update(torch.optim.Adam([parameter], fused=True), third + 1e-12)
+    assert parameter.grad.item() == 1 / (third + 1e-12).item()
+
+
 class OwnCount(torch.optim.SGD):
     """Counts its steps in a Python number."""
 
@@ -284,9 +324,9 @@ class OwnCount(torch.optim.SGD):
 
 def test_an_optimizer_whose_count_is_no_tensor_is_refused():
     optimizer = OwnCount([torch.nn.Parameter(torch.zeros(3))])
-    step_unless(None, optimizer)
+    update(optimizer)
     with refused("OwnCount", "fault.on_nonfinite"):
-        step_unless(torch.tensor(False), optimizer)
+        update(optimizer, skipped=torch.tensor(False))
 
 
 class Drifting(torch.optim.AdamW):
@@ -302,7 +342,7 @@ def test_a_skipped_step_of_a_class_derived_from_torchs_changes_nothing():
     parameter = torch.nn.Parameter(torch.zeros(3))
     for skipped in (True, False):
         parameter.grad = torch.ones(3)
-        step_unless(torch.tensor(skipped), Drifting([parameter], fused=True))
+        update(Drifting([parameter], fused=True), skipped=torch.tensor(skipped))
         assert bool(parameter.any()) != skipped
 
 
