@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.job import Job
-from titanlite.registry import expert_paths
+from titanlite.registry import Rule, expert_paths
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,11 @@ class Schedule:
     """The group in use when the forward pass ends."""
     last_is_root: bool
     """That group is FSDP2's root group."""
+    forward_only: frozenset[int]
+    """The groups that only the forward pass needs: embeddings, whose gradient does not read them.
+    """
     backward_order: tuple[int, ...]
-    """The groups in the order in which the backward pass needs them."""
+    """The others, in the order in which the backward pass needs them."""
     forward: tuple[tuple[int, ...], ...] | None
     """For each group, the groups that it prefetches; None leaves FSDP2's order."""
     backward: tuple[tuple[int, ...], ...] | None
@@ -86,9 +89,7 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     experts = _experts_apart(job)
     ordered: list[tuple[str, ...]] = []
     numbered: list[range] = []  # of each group and the groups of its experts
-    for group in groups:
-        if not group:
-            continue
+    for group in filter(None, groups):
         first = len(ordered)
         ordered.append(group)
         for block in group:
@@ -97,15 +98,31 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     last = numbered[-1][0]
     if tied or head_in_root:
         last = numbered[0][0]
-    backward_order = _backward_order(numbered, last)
+    count = len(ordered)
+    forward_only = _looked_up(ordered, spec.rules(job.model_config))
+    backward_order = _backward_order(numbered, last, forward_only)
     return Schedule(
         groups=tuple(ordered),
         last=last,
         last_is_root=head_in_root,
+        forward_only=forward_only,
         backward_order=backward_order,
-        forward=_next_groups(range(len(ordered)), settings.fsdp_forward_prefetch),
-        backward=_next_groups(backward_order, settings.fsdp_backward_prefetch),
+        forward=_next_groups(range(count), settings.fsdp_forward_prefetch, count),
+        backward=_next_groups(backward_order, settings.fsdp_backward_prefetch, count),
     )
+
+
+def _looked_up(groups: Iterable[Iterable[str]], rules: Iterable[Rule]) -> frozenset[int]:
+    """Return the groups that have nothing but embeddings that are not also the output."""
+    found = set()
+    for number, group in enumerate(groups):
+        inside = []
+        for rule in rules:
+            if any(rule.pattern.startswith(f"{name}.") for name in group):
+                inside.append(rule.tensor == "embedding" and not rule.tied)
+        if inside and all(inside):
+            found.add(number)
+    return frozenset(found)
 
 
 def _experts_apart(job: Job) -> dict[str, list[str]]:
@@ -131,29 +148,35 @@ def experts_are_whole(job: Job) -> bool:
     return job.layout.experts_on_own_mesh and not job.layout.sums_experts_apart
 
 
-def _backward_order(numbered: Sequence[Iterable[int]], last: int) -> tuple[int, ...]:
-    """Return all groups in the order in which the backward pass needs them: `last` first."""
+def _backward_order(
+    numbered: Sequence[Iterable[int]], last: int, forward_only: Collection[int]
+) -> tuple[int, ...]:
+    """Return the groups in the order in which the backward pass needs them: `last` first."""
     order = [last]
     for numbers in reversed(numbered):
         own, *experts = numbers
         if own != last:
             order.append(own)
         order += reversed(experts)
-    return tuple(order)
+    return tuple(group for group in order if group not in forward_only)
 
 
-def _next_groups(order: Sequence[int], depth: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return for each group the next `depth` groups in an order; None if the depth is 0."""
+def _next_groups(
+    order: Sequence[int], depth: int, groups: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return for each of so many groups the next `depth` in an order; None if the depth is 0."""
     if depth == 0:
         return None
     following: dict[int, tuple[int, ...]] = {}
     for turn, group in enumerate(order):
         following[group] = tuple(order[turn + 1 : turn + 1 + depth])
-    return tuple(following[group] for group in range(len(order)))
+    return tuple(following.get(group, ()) for group in range(groups))
 
 
 def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:
     """Hand the schedule to FSDP2; `groups` are the first modules of each group, sharded already."""
+    for group in plan.forward_only:
+        groups[group].set_unshard_in_backward(False)
     for module, gathered in zip(groups, plan.forward or (), strict=False):
         module.set_modules_to_forward_prefetch([groups[other] for other in gathered])
     for module, gathered in zip(groups, plan.backward or (), strict=False):
