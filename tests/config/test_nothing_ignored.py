@@ -138,6 +138,8 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "faults/test_decide.py": "fault.rejoin_seconds",
     "faults/test_restart.py": "fault.max_restarts fault.min_nodes fault.spare_nodes",
     "faults/test_stop.py": "fault.grace_seconds fault.stop_after_minutes",
+    "gpu/test_steps.py": "parallelism.fsdp_separate_reduce_scatter_group "
+    "parallelism.enable_fsdp_symm_mem",
     "jobs.py": "job.dump_folder model.overrides",
     "launch/test_after_save.py": "checkpoint.after_save",
     "launch/test_launch.py": "job.print_config job.device training.repeat",
@@ -167,7 +169,8 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallelism.fsdp_keep_whole training.enable_cpu_offload "
     "activation_checkpoint.mode activation_checkpoint.selective_ac_option "
     "activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state "
-    "activation_checkpoint.memory_budget compile.enable compile.components compile.backend",
+    "activation_checkpoint.memory_budget compile.enable compile.components compile.backend "
+    "compile.mode compile.cache_folder",
     "parallel/test_context.py": "parallelism.context_parallel_degree "
     "parallelism.context_parallel_load_balancer",
     "parallel/test_expert.py": "debug.moe_force_load_balance",

@@ -33,7 +33,7 @@ from tests.parallel.rows import (
     own_batches,
     watching,
 )
-from tests.runs import environment, records
+from tests.runs import environment, records, run
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
@@ -79,19 +79,19 @@ def seen(pool, folder, *argv: str, world: int = 2, accumulation: int = 1) -> dic
 KEPT = "--parallelism.fsdp_keep_whole"
 SMALL = f"{KEPT}=['tok_embeddings.*','layers.*_norm.weight']"
 GROUPS = 6  # the embedding, four blocks, norm and output
-GATHERS = 2 * GROUPS - 1  # the last group is kept for the backward pass
+GATHERS = 2 * GROUPS - 2  # the backward pass keeps the last group, and needs no embedding
 COLLECTIVES = {  # ranks, accumulation, words
     "fsdp": (2, 1, "", {"gather 2": GATHERS, "scatter 2": GROUPS}),
     "never": (2, 1, f"{RESHARD}never", {"gather 2": GROUPS, "scatter 2": GROUPS}),
-    "always": (2, 1, f"{RESHARD}always", {"gather 2": 2 * GROUPS, "scatter 2": GROUPS}),
-    "blocks in one group": (2, 1, GROUPED, {"gather 2": 7, "scatter 2": 4}),
+    "always": (2, 1, f"{RESHARD}always", {"gather 2": 2 * GROUPS - 1, "scatter 2": GROUPS}),
+    "blocks in one group": (2, 1, GROUPED, {"gather 2": 6, "scatter 2": 4}),
     "deferred": (2, 3, f"{DEFERRED}true", {"scatter 2": GROUPS}),
     # The embedding's group has nothing left to gather; a block without its norms still gathers.
     "kept whole": (
         2,
         3,
         SMALL,
-        {"gather 2": 3 * (GATHERS - 2), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 1},
+        {"gather 2": 3 * (GATHERS - 1), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 1},
     ),
     "only their sum is deferred": (
         4,
@@ -99,13 +99,13 @@ COLLECTIVES = {  # ranks, accumulation, words
         f"{HSDP} {DEFERRED}replicas",
         {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS},
     ),
-    "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS}),
+    "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS - 1}),
     "kept whole by replicas": (
         4,
         1,
         f"{HSDP} {SMALL}",
         {
-            "gather 2": GATHERS - 2,
+            "gather 2": GATHERS - 1,
             "scatter 2": GROUPS - 1,
             "all_reduce 2": GROUPS - 1,
             "all_reduce 4": 1,
@@ -139,7 +139,7 @@ def test_schedule_is_readable_data():
     blocks = [f"layers.{number}" for number in range(4)]
     assert plan.labels == ("tok_embeddings", *blocks, "norm+output")
     assert plan.forward == ((1, 2), (2, 3), (3, 4), (4, 5), (5,), ())
-    assert plan.backward == ((), (0,), (1,), (2,), (3,), (4,))
+    assert plan.backward == ((), (), (1,), (2,), (3,), (4,))
     grouped = [*argv, "--model.overrides.tied", "--parallelism.fsdp_blocks_per_group=3"]
     tied = schedule(job(grouped, 2), tied=True)
     assert tied.labels == ("tok_embeddings+norm+output", "+".join(blocks[:3]), "layers.3")
@@ -243,6 +243,30 @@ def test_components_are_compiled_as_set_and_nothing_by_default(pool, tmp_path, k
     argv = ["--compile.enable", f"--compile.backend={name}", f"--compile.components={components}"]
     found = pool.run(compiled, str(tmp_path), name, *(argv if kinds else []), world=1)
     assert found == [{*kinds.split()}]
+
+
+@pytest.mark.long
+def test_kernels_lie_in_the_cache_folder_and_the_next_start_compiles_none(tmp_path):
+    kept = tmp_path / "kernels"
+    argv = f"{' '.join(TINY)} --training.steps=1 --model.overrides.n_layers=1 --compile.enable"
+    argv += f" --compile.cache_folder={kept} --compile.mode=max-autotune-no-cudagraphs"
+
+    def kernels() -> set[Path]:
+        return {path for path in kept.rglob("*") if path.suffix in (".cpp", ".so", ".py")}
+
+    out = run(argv.split(), tmp_path / "first").out
+    says(out, "backend inductor, mode max-autotune-no-cudagraphs")
+    first = kernels()
+    assert first
+    again = run(argv.split(), tmp_path / "second").out
+    assert kernels() == first
+    assert records(tmp_path / "first")[0]["loss"] == records(tmp_path / "second")[0]["loss"], again
+
+
+def test_a_cache_folder_that_cannot_be_written_is_refused_before_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    argv = [*TINY, "--compile.enable", f"--compile.cache_folder={tmp_path / 'file'}"]
+    says(run(argv, tmp_path, code=2).out, "compile.cache_folder", f"{tmp_path / 'file'}")
 
 
 def validated(folder: str) -> list[int]:

@@ -69,6 +69,12 @@ class Parallelism(Section):
     fsdp_keep_whole: Annotated[list[str], Needs(SHARDING)] = []
     """Patterns of parameters that are replicated instead of sharded, such as small tables: they are
     not gathered, and their gradients are summed once per step."""
+    fsdp_separate_reduce_scatter_group: Annotated[bool, Needs(SHARDING, GPU)] = False
+    """Give reduce-scatters a communicator of their own, so that they need not wait for all-gathers;
+    costs the communicator's memory (torch 2.14)."""
+    enable_fsdp_symm_mem: Annotated[bool, Needs(SHARDING, GPU)] = False
+    """Let NCCL gather through symmetric memory, with fewer or none of the GPU's cores (torch 2.14;
+    see NCCL_CTA_POLICY)."""
     fsdp_blocks_per_group: Annotated[Positive, Needs(DATA_PARALLEL)] = 1
     """Blocks that share one all-gather."""
     disable_loss_parallel: Annotated[bool, Needs(TENSOR)] = False
@@ -142,6 +148,13 @@ class Compile(Section):
     """Parts to compile: every block of the model, the loss."""
     backend: str = "inductor"
     """Backend of the compiler."""
+    mode: Annotated[Literal["default", "max-autotune-no-cudagraphs"], Needs(INDUCTOR)] = "default"
+    """How hard inductor looks for fast kernels in blocks: max-autotune-no-cudagraphs times several
+    for each matrix product."""
+    cache_folder: Annotated[str, Needs(INDUCTOR)] = ""
+    """Folder where compiled kernels are kept for later starts; empty leaves it to
+    TORCHINDUCTOR_CACHE_DIR, by default a folder of this machine's /tmp. Ranks and nodes may share
+    it."""
 
 
 class Float8(Section):

@@ -197,7 +197,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
 def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.observe.trackers import require_sinks
-    from titanlite.parallel import compile, float8
+    from titanlite.parallel import compile, float8, fsdp
     from titanlite.parallel.convert import build_converters
 
     config = job.config
@@ -213,6 +213,8 @@ def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared
             purpose = f'{section}.dataset = "{dataset.dataset}"'
             check(require_tokenizer, prepared.tokenizer, purpose)
     check(compile.check_backend, config.compile)
+    check(compile.check_cache_folder, config.compile)
+    check(fsdp.check_torch, config.parallelism)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
     elif device == "cuda" and config.training.document_mask:

@@ -5,8 +5,12 @@ The forward method is compiled, not the module, so that names stay and FSDP2's h
 graph.
 """
 
+import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +28,13 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     check_backend(settings)
     if not settings.enable or "model" not in settings.components:
         return []
+    if settings.cache_folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache_folder(settings))
     note = f"Applied torch.compile to every block, backend {settings.backend}"
+    options: dict[str, Any] = {"fullgraph": True, "backend": settings.backend}
+    if settings.mode != "default":
+        options["mode"] = settings.mode
+        note += f", mode {settings.mode}"
     recomputing = context.job.config.activation_checkpoint
     budget = 1.0
     if recomputing.mode == "memory_budget":
@@ -32,7 +42,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         note += f", keeping at most {budget:g} of the activations"
     set_activation_memory_budget(budget)
     experts = {*expert_modules(model, context.table).values()}
-    compiled = partial(torch.compile, fullgraph=True, backend=settings.backend)
+    compiled = partial(torch.compile, **options)
     for block in context.blocks(model).values():
         for unit in units(block, experts):
             unit.forward = compiled(unit.forward)  # type: ignore[method-assign]
@@ -46,6 +56,26 @@ def apply(model: nn.Module, context: Context) -> list[str]:
             for name in names:
                 setattr(module, name, compiled(getattr(module, name), dynamic=dynamic))
     return [note]
+
+
+def _cache_folder(settings: schema.Compile) -> Path:
+    return Path(settings.cache_folder).expanduser().absolute()
+
+
+def check_cache_folder(settings: schema.Compile) -> None:
+    """Raise a UserError if nothing can be written into compile.cache_folder."""
+    if not settings.enable or not settings.cache_folder:
+        return
+    try:
+        folder = _cache_folder(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f'compile.cache_folder = "{settings.cache_folder}": {error.strerror}; name a folder '
+            "that can be written"
+        ) from None
 
 
 def check_backend(settings: schema.Compile) -> None:

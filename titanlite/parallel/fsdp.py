@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from titanlite.config.job import Job
+from titanlite.config.parallel_schema import Parallelism
 from titanlite.errors import UserError
 from titanlite.parallel import fsdp_schedule, replicated
 from titanlite.parallel.build import Context, shared_names
@@ -49,6 +50,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
+    if context.device.type == "cuda":
+        _set_communication(model, job.config.parallelism)
     if context.mesh.experts:
         for module in experts:
             module.register_forward_pre_hook(_gather_for_backward, prepend=True)
@@ -121,6 +124,7 @@ def _mesh_of(module: nn.Module, context: Context, experts: Collection[nn.Module]
     """Return the ranks that shard a module's parameters."""
     if context.mesh.experts and module in experts:
         return context.mesh.experts
+    assert context.mesh.fsdp
     return context.mesh.fsdp
 
 
@@ -150,6 +154,33 @@ def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Mo
             module.set_force_sum_reduction_for_comms(True)
         if as_bytes:
             module.set_custom_all_gather(bytes_all_gather())
+
+
+_METHODS = {
+    "fsdp_separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
+    "enable_fsdp_symm_mem": "set_symm_mem_for_comm",
+}
+"""Keys, and FSDP2's methods for them, which torch 2.14 has."""
+
+
+def check_torch(settings: Parallelism) -> None:
+    """Raise a UserError if a key needs a later torch."""
+    for key, method in _METHODS.items():
+        if getattr(settings, key) and not hasattr(FSDPModule, method):
+            raise UserError(
+                f"parallelism.{key} needs torch 2.14; this is torch {torch.__version__}"
+            )
+
+
+def _set_communication(model: nn.Module, settings: Parallelism) -> None:
+    """Choose the communicators and the memory of FSDP2's collectives."""
+    assert isinstance(model, FSDPModule)
+    if settings.fsdp_separate_reduce_scatter_group:
+        model.set_separate_reduce_scatter_group()
+    if settings.enable_fsdp_symm_mem:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
 
 
 def _gather_for_backward(module: nn.Module, args: object) -> None:
