@@ -99,7 +99,7 @@ def check(plan_row: PlanRow, folder: Path, pool: Pool) -> list[str]:
     world = plan_row.row.mesh.world
     job = build_job(line, world)
     write_tokens(folder)
-    counted = pool.run(count_processes, line, world=world)
+    counted = pool.run(count_processes, line, world=world, timeout=300)
     differences = []
     for rank in range(world):
         peak, moment, collectives = counted[rank]

@@ -87,7 +87,7 @@ $ titanlite checkpoint diff
 ! 1
 $ titanlite checkpoint cp
 + outputs copied
-= step-24 is now in copied/step-24:
+= step-24 is now in copied/checkpoint/step-24:
 $ titanlite checkpoint export
 + outputs exported && ls exported
 = config.json

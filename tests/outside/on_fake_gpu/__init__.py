@@ -7,6 +7,7 @@ wait for the zeros."""
 import ctypes
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,13 @@ from titanlite.runtime.page import OwnPage
 from titanlite.train import network, trainer
 
 
+@cache
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def mark(text: str) -> None:
-    ctypes.CDLL("libcuda.so.1").fake_gpu_mark(text.encode())
+    library().fake_gpu_mark(text.encode())
 
 
 def mark_phases() -> None:

@@ -78,7 +78,11 @@ def pool():
 def step(pool, tmp_path_factory):
     """Return the numbers of a step, which is taken once."""
     folder = str(tmp_path_factory.mktemp("steps"))
-    return cache(lambda *argv, world=1: pool.run(jobs.step, [*argv], folder, world=world)[0])
+
+    def step(*argv: str, world: int = 1) -> Any:
+        return pool.run(jobs.step, [*argv], folder, world=world, timeout=300)[0]  # some compile
+
+    return cache(step)
 
 
 def within_bounds(found: dict, expected: dict, bound: float = BOUNDS["tensorwise"]) -> None:
