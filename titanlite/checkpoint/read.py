@@ -38,10 +38,13 @@ class Reader(Alone, dcp.StorageReader):
         folder: Place,
         manifest: Manifest,
         tensors: Mapping[str, torch.Tensor] | None = None,
+        boxes: Mapping[str, Box] | None = None,
     ) -> None:
+        """`boxes` are the regions of the tensors, if they are known already."""
         self._folder = folder
         self._manifest = manifest
         self._tensors = tensors or {}
+        self._boxes = boxes or {}
         self._files: dict[Any, str] = {}
         names = manifest.tensors if tensors is None else tensors.keys() & manifest.tensors
         self._metadata = dcp.Metadata({name: self._stored(name) for name in names})
@@ -50,7 +53,7 @@ class Reader(Alone, dcp.StorageReader):
         entry = self._manifest.tensors[name]
         box = tuple(slice(0, size) for size in entry.shape)
         if name in self._tensors and self._tensors[name].shape == entry.shape:
-            box = box_of(self._tensors[name])
+            box = self._boxes.get(name) or box_of(self._tensors[name])
         chunks = []
         if all(entry.shape):  # not empty
             for rank, region in entry.layout.parts(entry.shape, box):
@@ -124,6 +127,8 @@ class Regions(dcp.DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self._wanted[read_item.dest_index.fqn][1]
+        if read_item.lengths == target.shape:
+            return target
         bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return target[tuple(slice(start, start + size) for start, size in bounds)]
 
@@ -131,6 +136,7 @@ class Regions(dcp.DefaultLoadPlanner):
         self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
+@torch.no_grad()
 def read(
     folder: Place,
     manifest: Manifest,
@@ -140,11 +146,14 @@ def read(
     """Fill tensors, or this rank's parts of them, with dcp.load."""
 
     def load() -> None:
-        own = {name: tensor for name, tensor in tensors.items() if local_part(tensor).numel()}
-        wanted = {
-            name: (box_of(tensor), local_part(tensor).detach()) for name, tensor in own.items()
-        }
-        reader = Reader(folder, manifest, own)
+        own, boxes, wanted = {}, {}, {}
+        for name, tensor in tensors.items():
+            part = local_part(tensor)
+            if part.numel():
+                own[name] = tensor
+                boxes[name] = box_of(tensor)
+                wanted[name] = boxes[name], part
+        reader = Reader(folder, manifest, own, boxes)
         alone(dcp.load, {}, storage_reader=reader, planner=Regions(wanted))
 
     run_on_all_ranks(group, f"reading {folder}", load)
