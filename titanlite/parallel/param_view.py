@@ -17,10 +17,12 @@ def forward_with_converted_params(
     for name in names:
         path, _, attribute = name.rpartition(".")
         own.append((f"module.{name}", module.get_submodule(path), attribute))
+    # Finding shared parameters at each call takes longer than all else that functional_call does.
+    is_tied = len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)])
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         converted = {name: convert(getattr(owner, attribute)) for name, owner, attribute in own}
-        return functional_call(original, converted, args, kwargs)
+        return functional_call(original, converted, args, kwargs, tie_weights=is_tied)
 
     module.forward = forward  # type: ignore[method-assign]
 
