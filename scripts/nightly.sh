@@ -1,29 +1,35 @@
 #!/usr/bin/env bash
-# What is worth a schedule: ./scripts/nightly.sh [MINUTES of each soak, 20 by default]
+# What is worth a schedule: ./scripts/nightly.sh [MINUTES of each soak, 20 by default [STEP ...]]
 # The tests marked nightly (commands of the README and the tutorials), everything that compiles for fake GPUs, 200 drawn
 # plans, one model's whole table of verify, soaks, and an installation of the wheel with nothing but what it declares.
-# scripts/nightly.txt is the record of the last run: it is committed.
+# scripts/nightly.txt is the record of each step's last run, in their order: it is committed.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$here" || exit
 . scripts/python.sh
 python=$("$python" scripts/environment.py --dev) || exit 2
 minutes=${1:-20}
+chosen=${*:2}
 seed=${TITANLITE_SEED:-$(date +%Y%m%d)}  # other draws every night
 logs=$(mktemp -d)
 record=$here/scripts/nightly.txt
 failures=0
-{
-    echo "revision $(git rev-parse --short=10 HEAD), seed $seed, $(nproc) cores"
-    "$python" -c 'import sys, torch; print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")'
-} | tee "$record"
+revision=$(git rev-parse --short=10 HEAD)
+where="$(nproc) cores, $("$python" -c 'import sys, torch; print("torch", torch.__version__, "Python", sys.version.split()[0])')"
+touch "$record"
 
 step() {  # NAME COMMAND …
-    local name=$1 began=$SECONDS result=ok
+    local name=$1 began=$SECONDS result=ok line
     shift
-    "$@" >"$logs/$name.log" 2>&1 || result="FAILED, see $logs/$name.log" failures=$((failures + 1))
-    printf '%-12s %3d min  %s; %s\n' "$name" $(((SECONDS - began + 30) / 60)) "$result" \
-        "$(grep -v '^ *$' "$logs/$name.log" | grep -v 'processor seconds' | tail -n 1 | cut -c 1-100)" | tee -a "$record"
+    [[ -z $chosen || " $chosen " == *" $name "* ]] || return 0
+    "$@" >"$logs/$name.log" 2>&1 || result=FAILED failures=$((failures + 1))
+    [ $result = ok ] || echo "see $logs/$name.log" >&2
+    line=$(grep -v '^ *$' "$logs/$name.log" | grep -v 'processor seconds' | tail -n 1 | cut -c 1-100)
+    line=$(printf '%-12s %3d min  %s; %s (%s, seed %s, %s)' "$name" $(((SECONDS - began + 30) / 60)) \
+        "$result" "$line" "$revision" "$seed" "$where")
+    grep -v "^$name " "$record" >"$logs/record"
+    echo "$line" | tee -a "$logs/record"
+    cp "$logs/record" "$record"
 }
 
 # With no package that is not declared; called by its name.
