@@ -49,8 +49,9 @@ def test_no_deep_model_is_rehearsed_whose_prefetches_and_periods_are_known(
     [
         of_depth(2, "--training.global_batch_size=20 --training.loss_chunks=4"),
         of_depth(6, "--model.freeze=['layers.4.*']"),
+        of_depth(8, "--activation_checkpoint.mode=full --training.seq_len=8"),
     ],
-    ids=["five micro-batches", "blocks that differ"],
+    ids=["five micro-batches", "blocks that differ", "fullest in the backward pass of block 1"],
 )
 def test_other_models_and_any_number_of_micro_batches_are_planned_as_exactly(planned):
     assert summed(plan_step(planned)) == summed(add_up(record_step(planned)))

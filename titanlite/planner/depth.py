@@ -115,7 +115,8 @@ def _shallow_jobs(job: Job, number: int) -> tuple[list[Job], int]:
     own = job.stages.ranks[number]
     if job.layout.pp > 1:
         layers = min(len(blocks_of(job, stage)) for stage in own)
-    steps = (layers - 2 * _edge(job) - period) // period
+    # A middle block's memory grows or falls with its number, so that one is kept at either end.
+    steps = (layers - 2 * _edge(job) - 2 * period) // period
     in_config = getattr(job.model_config, "n_layers", 0)
     if steps < 2 or in_config != job.shape.layers or not _is_affine(job):
         return [job], 0
