@@ -32,7 +32,7 @@ from titanlite.errors import format_table  # noqa: E402
 
 HERE = ROOT / "benchmarks/beside"
 WARM_UP = 5
-STEPS = 20
+STEPS = 40
 SECONDS = 2400
 
 

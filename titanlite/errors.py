@@ -134,11 +134,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}s"
 
 
-def few_of(numbers: Sequence[int]) -> str:
-    """Return numbers on one line: the first eight, then how many more there are."""
-    text = ", ".join(map(str, numbers[:8]))
-    if len(numbers) > 8:
-        return f"{text} and {len(numbers) - 8} more"
+def few_of(items: Sequence[object], most: int = 8, between: str = ", ") -> str:
+    """Return items on one line: the first `most`, then how many more there are."""
+    text = between.join(map(str, items[:most]))
+    if len(items) > most:
+        return f"{text} and {len(items) - most} more"
     return text
 
 

@@ -63,9 +63,9 @@ def test_documents_end_where_the_index_says(tmp_path, dtype):
     ("at", "byte", "named"),  # without a byte, the rest is cut off
     [
         (0, b"x", "Megatron"),
-        (20, b"", "cut"),
-        (-3, b"", "cut"),
-        (1 << 20, b"\0", "cut"),
+        (20, b"", "truncated"),
+        (-3, b"", "truncated"),
+        (1 << 20, b"\0", "truncated"),
         (9, b"\2", "version 2"),
         (17, b"\6", "type 6"),
         (17, b"\4", "order of"),
@@ -88,7 +88,7 @@ def test_another_index_is_named(tmp_path, at, byte, named):
 def test_a_bin_of_another_size_is_named(tmp_path):
     path = write(tmp_path, [[[5, 6, 7]]])
     path.write_bytes(path.read_bytes()[:-1])
-    with refused("3 ids of uint16", "5 bytes"):
+    with refused("3 tokens of uint16", "5 bytes"):
         listed(path, "megatron")
     (tmp_path / "text.idx").unlink()
     with refused(path, "text.idx"):
@@ -184,11 +184,11 @@ INTACT = header(5, np.dtype(np.uint16)) + bytes(10)
         ("olmo", "part-0.csv.gz", gzip.compress(b"start,end\n0,9\n"), "damaged: invalid"),
         ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n5,9\n"), "begin where"),
         ("olmo", "part-0.csv.gz", gzip.compress(b"0\n4,9\n"), "damaged"),
-        ("olmo", "part-0.csv.gz", gzip.compress(b""), "of 0 ids"),
-        ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n4,8\n"), "of 8 ids"),
-        ("llm.c", "a.bin", INTACT + bytes(2), "5 ids, not 6"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b""), "0 tokens"),
+        ("olmo", "part-0.csv.gz", gzip.compress(b"0,4\n4,8\n"), "8 tokens"),
+        ("llm.c", "a.bin", INTACT + bytes(2), "it has 6 tokens, not the 5"),
         ("llm.c", "a.bin", INTACT[:100], "cannot be read"),
-        ("llm.c", "a.bin", bytes(2000), "--from uint16"),
+        ("llm.c", "a.bin", bytes(2000), "use --from uint16"),
         ("uint16", "a.npy", b"odd", "multiple"),
         ("uint16", "a.npy", saved(np.arange(9) * 1.5), "float64 of shape (9,)"),
         ("uint16", "a.npy", saved(np.arange(12).reshape(3, 4)), "int64 of shape (3, 4)"),

@@ -49,7 +49,7 @@ def test_several_files_are_one_stream_at_any_offset(shards):
     # A worker maps the files instead of receiving their content.
     assert len(pickle.dumps(source)) < 3000
     assert source.document_ends().tolist() == [4, 10]
-    with refused(shards / "b.bin", "no ids"):
+    with refused(shards / "b.bin", "no tokens"):
         opened(shards / "b.bin")
 
 

@@ -37,7 +37,7 @@ from titanlite.checkpoint.rules import (
     require_step,
 )
 from titanlite.checkpoint.state import TrainingState
-from titanlite.errors import UserError, some_of
+from titanlite.errors import UserError, few_of, some_of
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime.bucket import Place, place
 from titanlite.runtime.distributed import gather_objects, rank_in
@@ -58,7 +58,7 @@ def latest_verified(
         resume, problems = _verify(step_folder(root, step), full, group)
         if resume:
             return resume
-        log.warning(f"skipping checkpoint: {_listed(problems)}")
+        log.warning(f"skipping checkpoint: {few_of(problems, 4, '; ')}")
     if steps:
         raise UserError(
             f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names "
@@ -99,20 +99,12 @@ def _committed(root: Place, group: dist.ProcessGroup) -> list[int]:
     return gather_objects(steps, group)[0]
 
 
-def _listed(problems: list[str]) -> str:
-    """Return the first four in a line, and how many more there are."""
-    shown = problems[:4]
-    if len(problems) > 4:
-        shown.append(f"and {len(problems) - 4} more")
-    return "; ".join(shown)
-
-
 def _verified(
     key: str, folder: Place, full: bool, group: dist.ProcessGroup, weights_only: bool
 ) -> Resume:
     resume, problems = _verify(folder, full, group, weights_only)
     if resume is None:
-        raise UserError(f"{key}: {_listed(problems)}")
+        raise UserError(f"{key}: {few_of(problems, 4, '; ')}")
     return resume
 
 

@@ -47,11 +47,11 @@ def _read_megatron(path: Path) -> Found:
     head = content[:_MEGATRON_BEGIN].ljust(_MEGATRON_BEGIN, b"\0")
     magic, version, code, sequences, bounds = struct.unpack("<9sQBQQ", head)
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
-        why = f"version {version} with type {code} is not known"
-        raise UserError(f"{index} is no index of Megatron, or {why}")
+        why = f"its version {version} with type {code} is unknown"
+        raise UserError(f"{index} is not a Megatron index, or {why}")
     dtype = np.dtype(_MEGATRON_TYPES[code])
     if len(content) != _MEGATRON_BEGIN + 12 * sequences + 8 * bounds:
-        raise UserError(f"{index} is cut, or multimodal: only text can be read")
+        raise UserError(f"{index} is truncated or multimodal: only text can be read")
     lengths = np.frombuffer(content, "<i4", sequences, _MEGATRON_BEGIN)
     starts = np.frombuffer(content, "<i8", sequences, _MEGATRON_BEGIN + 4 * sequences)
     documents = np.frombuffer(content, "<i8", bounds, _MEGATRON_BEGIN + 12 * sequences)
@@ -68,7 +68,7 @@ def _read_megatron(path: Path) -> Found:
         raise UserError(f"{index} {why}")
     size = path.stat().st_size
     if stops[-1] * dtype.itemsize != size:
-        raise UserError(f"{index} is of {stops[-1]} ids of {dtype}, and the .bin has {size} bytes")
+        raise UserError(f"{index} lists {stops[-1]} tokens of {dtype}, the .bin has {size} bytes")
     return np.memmap(path, dtype, "r"), stops[documents]
 
 
@@ -82,24 +82,26 @@ def _read_olmo(path: Path) -> Found:
             rows = [line.split(b",", 2)[:2] for line in file]
         starts, ends = np.array(rows or [(0, 0)], dtype=bytes).astype(np.int64).T
     except (EOFError, OSError, ValueError) as error:
-        raise UserError(f"{table} is no table of documents, or damaged: {error}") from None
+        raise UserError(f"{table} is not a table of documents, or is damaged: {error}") from None
     if starts[0] != 0 or (starts[1:] != ends[:-1]).any():
         raise UserError(f"{table}: a document does not begin where the one before it ends")
     size, tokens = path.stat().st_size, int(ends[-1])
     width = size // max(tokens, 1)
     if width not in _TYPES or width * tokens != size:
-        raise UserError(f"{table} is of {tokens} ids, and {path} has {size} bytes")
+        raise UserError(f"{table} lists {tokens} tokens, but {path} has {size} bytes")
     return np.memmap(path, _TYPES[width], "r"), ends
 
 
 def _read_llm_c(path: Path) -> Found:
     first = np.fromfile(path, np.int32, 3).tolist()
     if first[:2] not in ([MAGIC, 1], [MAGIC, 2]):
-        why = f"it does not start with {MAGIC} and version 1 or 2"
-        raise UserError(f"{path} is no shard of llm.c: {why}; if it is ids alone, --from uint16")
+        why = f"it does not start with {MAGIC} and version 1 or 2; use --from uint16 for bare ids"
+        raise UserError(f"{path} is not an llm.c shard: {why}")
     ids = np.memmap(path, _TYPES[2 * first[1]], "r", HEADER_BYTES)
     if [len(ids)] != first[2:]:
-        raise UserError(f"{path} is damaged: its header tells of {first[2]} ids, not {len(ids)}")
+        raise UserError(
+            f"{path} is damaged: it has {len(ids)} tokens, not the {first[2]} of its header"
+        )
     return ids, None
 
 
@@ -186,7 +188,7 @@ def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path
         **with_counts(shards),
     }
     if not manifest["tokens"]:
-        raise UserError(f"no ids in {' and '.join(sources)}")
+        raise UserError(f"no tokens in {' and '.join(sources)}")
     (out / MANIFEST).put(json.dumps(manifest, indent=1).encode())
     return manifest
 
