@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is worth a schedule: ./scripts/nightly.sh [MINUTES of each soak, 20 by default [STEP ...]]
 # The tests marked nightly (commands of the README and the tutorials), 200 drawn plans (half of them compared with whole
-# rehearsals, half with processes), everything that compiles for fake GPUs, one model's whole table of verify, soaks, and
+# rehearsals, half with processes), everything that compiles for fake GPUs, the rest of verify's rows, soaks, and
 # an installation of the wheel with nothing but what it declares.
 # scripts/nightly.txt is the record of each step's last run, in their order: it is committed.
 set -uo pipefail
@@ -44,7 +44,7 @@ from_wheel() {
 step commands "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder --nightly -o faulthandler_timeout=3000
 step plans env TITANLITE_DRAWS=100 TITANLITE_SEED="$seed" "$python" -m pytest -n 4 tests/planner/test_random.py
 step compiled ./scripts/test_fake_gpu.sh --compile
-step verify "$python" -m titanlite verify --model llama3 --full
+step verify "$python" -m titanlite verify --model llama3 --beyond
 step soak "$python" scripts/soak.py --minutes "$minutes" --seed "$seed"
 step checkpoints "$python" scripts/soak_checkpoint.py --rounds $((minutes * 10)) --seed "$seed"
 step wheel from_wheel
