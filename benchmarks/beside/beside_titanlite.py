@@ -1,8 +1,8 @@
 """For --model.package: titanlite on fake GPUs, with marked steps."""
 
 import on_fake_gpu  # noqa: F401
-from timed_steps import mark_steps
 
+from benchmarks.beside.timed_steps import mark_steps
 from titanlite.train.trainer import Trainer
 
 mark_steps(Trainer)

@@ -11,13 +11,14 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from timed_steps import mark_steps
 from torch.nn.attention import SDPBackend
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+from benchmarks.beside.timed_steps import mark_steps
 
 NAME = os.environ["TITAN_NAME"]
 SIZES = json.loads(os.environ["TITAN_MODEL"])
