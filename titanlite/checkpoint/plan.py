@@ -4,7 +4,7 @@ DCP's own planner gathers a plan, and writes a .metadata, whose size grows with 
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Planner(dcp.SavePlanner):
     ) -> None:
         self.tensors = flat(state_dict)
 
+    @torch.no_grad()  # in which a DTensor's own part is at hand
     def create_local_plan(self) -> dcp.SavePlan:
         if not self.places:
             what = "planning a save"
@@ -88,10 +89,14 @@ def chunk_of(region: Box) -> ChunkStorageMetadata:
     )
 
 
+@cache
+def _properties(dtype: str) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, dtype))
+
+
 def _item(name: str, tensor: StoredTensor, region: Box) -> WriteItem:
     chunk = chunk_of(region)
-    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
-    data = TensorWriteData(chunk, properties, torch.Size(tensor.shape))
+    data = TensorWriteData(chunk, _properties(tensor.dtype), torch.Size(tensor.shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
