@@ -38,7 +38,8 @@ def update(
     given = {"grad_scale": divisor, "found_inf": skipped}  # torch's own names
     for name, value in given.items():
         if value is not None and parameters:
-            vars(optimizer)[name] = value.to(parameters[0].device, torch.float32)
+            # Offloaded parameters are on the host.
+            vars(optimizer)[name] = value.float().to(parameters[0].device)
     try:
         optimizer.step()
     finally:

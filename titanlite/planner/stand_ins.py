@@ -67,8 +67,10 @@ _to = torch.Tensor.to
 
 
 def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Copy what FSDP2 moves between the host and its GPU: only FSDP2 passes non_blocking."""
-    if "non_blocking" not in options or Counting.current is None:
+    """Copy what FSDP2 moves between the host and its GPU: only FSDP2 passes non_blocking, and a
+    fused optimizer for scalars.
+    """
+    if "non_blocking" not in options or not tensor.dim() or Counting.current is None:
         return _to(tensor, *args, **options)
     return Counting.current.copy_over(tensor)
 
