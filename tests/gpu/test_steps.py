@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[int, str, dict[str, int], int]] = {
         FLAGS | READS,
         3,
     ),
-    "Interleaved1F1B": (4, PIPELINE, FLAGS, 5),
+    "Interleaved1F1B": (4, PIPELINE, FLAGS, 6),
     "offload": (2, "--training.enable_cpu_offload", OFFLOADED, 1),
     "skipping": (2, f"{SKIPPING} --training.steps=6", {"event": 2}, 1),
     "own reductions": (
@@ -57,6 +57,9 @@ ROWS: dict[str, tuple[int, str, dict[str, int], int]] = {
     ),
     "documents": (2, "--training.document_mask", FLAGS, 1),
 }
+
+UNUSED = {"Interleaved1F1B": 1}
+"""Communicators of the one rank that has its data, which nothing uses without FSDP2."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,8 @@ def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row,
         assert trace.step(3).waits() == waits
         assert len(trace.of("communicator")) == communicators
         called = trace.of("collective", "send", "receive")
-        assert len({event.facts["comm"] for event in called}) == communicators
+        used = communicators - UNUSED.get(row, 0)
+        assert len({event.facts["comm"] for event in called}) == used
 
 
 GPU_ONLY = """

@@ -20,10 +20,8 @@ class Mesh:
 
     world: DeviceMesh
     """All ranks, with every dimension of the Layout that has more than one: `world["cp"]`."""
-    fsdp: DeviceMesh | None
-    """Ranks that shard parameters, dp_shard x cp; under HSDP the replicas come first. None without
-    FSDP2, which needs it even for one rank.
-    """
+    fsdp: DeviceMesh
+    """Ranks that shard parameters, dp_shard x cp; under HSDP the replicas come first."""
     pp: DeviceMesh | None
     """Ranks that hold the stages of one pipeline."""
     tp: DeviceMesh | None
@@ -44,11 +42,11 @@ class Mesh:
     """Ranks with different experts; from the same root as `experts`."""
 
 
-def build_mesh(layout: Layout, device_type: str, has_fsdp: bool = True) -> Mesh:
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Create the process groups of a layout."""
     # DTensor warns about every gradient and norm that two dimensions split, as is intended here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    views = Views(layout.world, device_type, has_fsdp)
+    views = Views(layout.world, device_type)
     # The dimensions are pp, three that read or split data, and tp. There is a data group for each
     # (pp, tp), a loss group for each tp, and a stage group for each pp.
     ranks = torch.arange(layout.world, device="cpu").view(layout.degrees)
@@ -63,6 +61,7 @@ def build_mesh(layout: Layout, device_type: str, has_fsdp: bool = True) -> Mesh:
         degrees = (layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
         sharding = views.mesh(("pp", "dp_replicate", shard, "tp"), degrees, shard)
     fsdp = submesh(sharding, "dp_replicate", shard)
+    assert fsdp
     data = views.group("data", ranks.movedim(-1, 1).flatten(2).flatten(0, 1))
     loss = data
     if layout.pp > 1:
@@ -79,18 +78,18 @@ def build_mesh(layout: Layout, device_type: str, has_fsdp: bool = True) -> Mesh:
 class Views:
     """Views of all ranks; views that need the same groups share them, and NCCL communicators."""
 
-    def __init__(self, world: int, device_type: str, has_fsdp: bool) -> None:
+    def __init__(self, world: int, device_type: str) -> None:
         self._world = world
         self._device_type = device_type
-        self._has_fsdp = has_fsdp
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def mesh(self, dimensions: Sequence[str], degrees: Sequence[int], sharding: str) -> DeviceMesh:
-        """Return a mesh with the dimensions of more than one rank, and FSDP2's."""
+        """Return a mesh with the dimensions of more than one rank, and the one that shards.
+
+        FSDP2 needs its dimension even with one rank.
+        """
         by_name = dict(zip(dimensions, degrees, strict=True))
-        names = [name for name, degree in by_name.items() if degree > 1]
-        if not names or self._has_fsdp and sharding:
-            names = [name for name in by_name if name in (*names, sharding)]
+        names = [name for name, degree in by_name.items() if degree > 1 or name == sharding]
         ranks = torch.arange(self._world, device="cpu").view([by_name[name] for name in names])
         groups = []
         for place, name in enumerate(names):

@@ -194,7 +194,7 @@ class Pipeline:
         is_old = TorchVersion(torch.__version__) < "2.14"
         if self.job.stages.schedule in SINGLE or (is_old and world.device_type == "cuda"):
             ranks = []  # single schedules gain nothing from lanes, and batch sends with receives
-        columns = world.mesh.reshape(world.size(0), -1)  # its outermost dimension is pp
+        columns = world.mesh.flatten(1)  # its outermost dimension is pp
         return build_lanes(columns, ranks)
 
     def _ties(self) -> Iterator[tuple[nn.Parameter, int, bool]]:

@@ -35,7 +35,6 @@ from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
 from titanlite.optim import build_optimizer, check_trained, trained_parameters
-from titanlite.parallel import fsdp
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -384,7 +383,7 @@ def _connect(
     own_facts = facts_of(job, rank_info, device)
     # Before the groups, since ranks that differ would create different ones.
     facts = compare(own_facts, rank_info.world)
-    mesh = build_mesh(job.layout, device.type, fsdp.is_needed(job))
+    mesh = build_mesh(job.layout, device.type)
     if job.config.fault.preflight and rank_info.world > 1:
         # Time these groups now, before a slow one costs hours.
         for line in check_network(mesh.world, device, facts):
