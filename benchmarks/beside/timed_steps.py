@@ -1,21 +1,12 @@
 """Marks each step of titanlite's or TorchTitan's trainer in the trace of a fake GPU, with the time
 that this process has computed."""
 
-import ctypes
 import time
-from functools import cache
 from typing import Any
 
 import torch
 
-
-@cache
-def library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def mark(text: str) -> None:
-    library().fake_gpu_mark(text.encode())
+from tests.gpu.marks import mark
 
 
 def mark_steps(trainer: Any) -> None:

@@ -4,28 +4,18 @@ The traces get the phases of a step, and at the end the allocator's peaks. Kerne
 so that the host reads zeros: where it needs another value to go on, it gets that here, after the
 wait for the zeros."""
 
-import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import injured  # noqa: F401
 import torch
 
+from tests.gpu.marks import mark
 from titanlite.parallel import expert_parallel
 from titanlite.runtime.page import OwnPage
 from titanlite.train import network, trainer
-
-
-@cache
-def library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def mark(text: str) -> None:
-    library().fake_gpu_mark(text.encode())
 
 
 def mark_phases() -> None:
