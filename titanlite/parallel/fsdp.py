@@ -50,8 +50,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     with torch_private.share_reshard_meshes():
         _shard(model, context, groups, plan, experts)
     _sum_gradients(model, context, experts)
-    if context.device.type == "cuda":
-        _set_communication(model, job.config.parallelism)
+    if context.device.type == "cuda" and job.config.parallelism.fsdp_separate_reduce_scatter_group:
+        assert isinstance(model, FSDPModule)
+        model.set_separate_reduce_scatter_group()
     if context.mesh.experts:
         for module in experts:
             module.register_forward_pre_hook(_gather_for_backward, prepend=True)
@@ -153,6 +154,8 @@ def _sum_gradients(model: nn.Module, context: Context, experts: Collection[nn.Mo
             module.set_force_sum_reduction_for_comms(True)
         if as_bytes:
             module.set_custom_all_gather(bytes_all_gather())
+        if context.device.type == "cuda" and context.job.config.parallelism.enable_fsdp_symm_mem:
+            module.set_symm_mem_for_comm()  # which reduces, too, if gradients are summed
 
 
 _METHODS = {
@@ -169,17 +172,6 @@ def check_torch(settings: Parallelism) -> None:
             raise UserError(
                 f"parallelism.{key} needs torch 2.14; this is torch {torch.__version__}"
             )
-
-
-def _set_communication(model: nn.Module, settings: Parallelism) -> None:
-    """Choose the communicators and the memory of FSDP2's collectives."""
-    assert isinstance(model, FSDPModule)
-    if settings.fsdp_separate_reduce_scatter_group:
-        model.set_separate_reduce_scatter_group()
-    if settings.enable_fsdp_symm_mem:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_symm_mem_for_comm()
 
 
 def _gather_for_backward(module: nn.Module, args: object) -> None:
