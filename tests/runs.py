@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import signal
@@ -211,10 +212,11 @@ def rank_pids(launcher: subprocess.Popen) -> dict[int, int]:
     they keep in its folder: a forked rank's /proc/PID/environ would be the launcher's.
     """
     family, found = descendants(launcher.pid), {}
-    for file in Path(tempfile.gettempdir()).glob(f"titanlite-*/*.{PAGE}"):
-        page = read_page(file)
+    # glob.glob passes by the folders of other runs that end just now; Path.glob raises there
+    for file in glob.glob(f"{tempfile.gettempdir()}/titanlite-*/*.{PAGE}"):
+        page = read_page(Path(file))
         if page and page.pid in family:
-            found[int(file.stem)] = page.pid
+            found[int(Path(file).stem)] = page.pid
     return found
 
 

@@ -85,8 +85,8 @@ class Terminal:
     def _show_until_stopped(self) -> None:
         if not self._live:
             while not self._done.wait(self._seconds):
-                self._show(print)
-            self._show(print, last=True)
+                self._show(_print)
+            self._show(_print, last=True)
             return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
@@ -150,7 +150,13 @@ def note(logs: Path, line: str) -> None:
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a launcher message."""
     with _console_may_close():
-        print(text, file=file, flush=True)
+        _print(text, file)
+        (file or sys.stdout).flush()
+
+
+def _print(line: str, file: TextIO | None = None) -> None:
+    """Print a line with its end in one write: another thread may print between two."""
+    (file or sys.stdout).write(f"{line}\n")
 
 
 @contextmanager
