@@ -171,7 +171,8 @@ def recorded(gpus: int) -> Callable[[str, Path], str]:
 
 def checks(machine: Machine) -> Iterator[Row]:
     """Yield the rows in which titanlite is right or wrong."""
-    versions = r"torch [^\s,]+", r"NCCL \S+ by \w+", r"all-reduce over ([^\n]+)|nothing looks wrong"
+    network = r"all-reduce over ([^\n]+)|nothing looks wrong|warning: "
+    versions = r"torch [^\s,]+", r"NCCL \S+ by \w+", network
     yield Row("versions", 60, [*TITANLITE, "doctor", *machine.package], shows(*versions))
     copies = [*TORCHRUN, f"--nproc-per-node={machine.gpus}", "benchmarks/bandwidth.py"]
     yield Row("bandwidths", 60, copies, bandwidths)
