@@ -2,7 +2,7 @@
 
     python benchmarks/nvme.py FOLDER [--gb 1] [--steps 5]
 
-Prints seconds of AdamW's step with its state in memory and in FOLDER (training.offload_folder),
+Prints seconds of AdamW's step with its state in memory and in FOLDER (optimizer.state_folder),
 those that dd needs with O_DIRECT to read and write as many bytes, one after the other and at once,
 and how far the process grows beyond parameters and gradients, in percent of the state. Rounds
 alternate: the median of each, and of the ratios within rounds."""
@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from titanlite.config.schema import config_of  # noqa: E402
-from titanlite.optim.nvme import OnDisk  # noqa: E402
+from titanlite.optim.streamed import Streamed  # noqa: E402
 
 NUMEL = 8 << 20  # of a parameter, but for one that is no multiple of anything
 STEP = 4 << 20
@@ -98,11 +98,11 @@ def main() -> None:
     def adam() -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
-    config = config_of({"training.offload_folder": options.folder})
+    config = config_of({"optimizer.state_on": "disk", "optimizer.state_folder": options.folder})
     seconds: dict[str, list[float]] = {"memory": [], "disk": [], "dd, in turn": [], "dd, both": []}
     adam()  # which imports much
     with Peak() as peak:
-        disk = OnDisk(adam(), config)
+        disk = Streamed(adam(), config)
         disk.step()
         for _ in range(options.steps):
             began = time.perf_counter()

@@ -145,7 +145,13 @@ NO_EFFECT = [  # the same, further options of the run, and ranks
     ),
     ("on a CPU", "training.dataloader.pin_memory=true", "", 1),
     ("with pinned memory on a CPU", "checkpoint.async_mode=async_with_pinned_mem", SAVING, 1),
-    ("without training.enable_cpu_offload", "training.offload_folder=/a", "", 1),
+    ('without optimizer.state_on "disk"', "optimizer.state_folder=/a", "", 1),
+    (
+        "with training.enable_cpu_offload, whose state is on the host",
+        "optimizer.state_on=host",
+        "--training.enable_cpu_offload",
+        1,
+    ),
     (
         "without torch.compile of the model by inductor",
         "parallelism.enable_async_tensor_parallel=true",
@@ -179,6 +185,7 @@ REFUSED = {  # key: a value, what the message names beside it, further options o
     "optimizer.beta2": ("0.5", "SGD", SGD),
     "optimizer.eps": ("0.5", "SGD", SGD),
     "optimizer.state_dtype": ("bfloat16", "SGD", SGD),
+    "optimizer.state_on": ("host", "SGD", SGD),
     "activation_checkpoint.selective_ac_option": ("99", "at most 2", f"--{MODE}=selective"),
     "profiling.enable_memory_snapshot": ("true", "on a CPU", ""),
     "checkpoint.load_step": ("7", "checkpoint.enable", ""),
@@ -282,7 +289,8 @@ def test_all_keys_without_effect_at_once_are_named_and_do_nothing():
     options = [*TINY, "--optimizer.weight_decay=0.0", "--lr_scheduler.decay_ratio=0.0"]
     line = parse_command_line(["--config", "debug.toml", *options], {})
     plain = job_from(line, world=1, training=True)
-    keys = NEEDY.keys() - {"fault.spike_sigma"}  # others need it
+    # Others need the first; the second lacks something only where parameters are offloaded.
+    keys = NEEDY.keys() - {"fault.spike_sigma", "optimizer.state_on"}
     flipped = replace(line, overrides=line.overrides | {key: other_value(key) for key in keys})
     everything = job_from(flipped, world=1, training=True)
     assert everything.idle.keys() == keys

@@ -151,7 +151,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "observe/test_sinks.py": "metrics.enable_tensorboard metrics.enable_wandb",
     "observe/test_trackers.py": "metrics.sinks",
     "optim/test_bf16_state.py": "optimizer.state_dtype",
-    "optim/test_nvme.py": "training.offload_folder",
+    "optim/test_streamed.py": "optimizer.state_on optimizer.state_folder",
     "optim/test_update.py": "fault.on_nonfinite fault.skip_budget fault.spike_sigma "
     "fault.spike_window fault.on_spike fault.rollback_budget",
     "parallel/float8/test_converters.py": "model.converters quantize.linear.float8.filter_fqns",

@@ -412,6 +412,25 @@ cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 }
 cudaError_t cudaMallocHost(void **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
 cudaError_t cudaFreeHost(void *pointer) { drop(pointer); return 0; }
+static Block locked[64];
+static int is_locked(const void *pointer) {
+    int found = 0;
+    for (size_t i = 0; i < 64; i++)
+        found |= (size_t)((const char *)pointer - locked[i].start) < locked[i].size;
+    return found;
+}
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    size_t i = 0;
+    while (i < 63 && locked[i].size) i++;
+    locked[i] = (Block){pointer, size};
+    say("pin bytes=%zu", size);
+    return 0;
+}
+cudaError_t cudaHostUnregister(void *pointer) {
+    for (size_t i = 0; i < 64; i++)
+        if (locked[i].start == pointer) locked[i].size = 0;
+    return 0;
+}
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     start();
     *total = device_bytes;
@@ -435,7 +454,7 @@ static int copy(void *to, const void *from, size_t size, int waits, void *stream
     start();
     int up = contains(&on_device, to), down = contains(&on_device, from);
     const void *host = up ? from : to;
-    int pageable = up != down && !contains(&on_host, host);
+    int pageable = up != down && !contains(&on_host, host) && !is_locked(host);
     const char *way = up && down ? "D2D" : up ? "H2D" : down ? "D2H" : "H2H";
     if ((pageable || waits) && !(up && !down)) wait_for(stream_of(stream)->tail);
     const char *memory = pageable ? "pageable" : "pinned";
@@ -849,6 +868,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **made) { *made = han
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **made) { *made = handle(); return 0; }
 int nvmlDeviceGetComputeRunningProcesses(void *gpu, unsigned *count, void *found) { *count = 0; return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = CUDA_VERSION_SHOWN; return 0; }
+int nvmlInit(void) { return 0; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetGpuFabricInfoV() { return NOT_SUPPORTED; }

@@ -49,8 +49,11 @@ def test_the_allocator_takes_what_hardware_toml_says(train_on_gpus, tmp_path, gp
 
 
 @pytest.mark.long
-def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path):
-    argv = [*SIZE, "--parallelism.context_parallel_degree=2"]
+@pytest.mark.parametrize(
+    "flag", ["--parallelism.context_parallel_degree=2", "--optimizer.state_on=host"]
+)
+def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag):
+    argv = [*SIZE, flag]
     line = parse_command_line([*OPTIONS, *argv], {})
     planned = plan_step(job_from(line, world=2, training=True, device="cuda")).peak
     for trace in train_on_gpus(tmp_path, 2, argv).traces:

@@ -48,6 +48,7 @@ ROWS: dict[str, tuple[int, str, dict[str, int], int]] = {
     ),
     "Interleaved1F1B": (4, PIPELINE, FLAGS, 6),
     "offload": (2, "--training.enable_cpu_offload", OFFLOADED, 1),
+    "state on the host": (2, "--optimizer.state_on=host", FLAGS, 1),
     "skipping": (2, f"{SKIPPING} --training.steps=6", {"event": 2}, 1),
     "own reductions": (
         2,

@@ -16,6 +16,8 @@ from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.planner.tables import report
 
 OFFLOAD = [*TINY, "--training.enable_cpu_offload"]
+HOST = "--optimizer.state_on=host"
+DISK = ["--optimizer.state_on=disk", "--optimizer.state_folder=/nvme"]
 
 
 @pytest.mark.long
@@ -37,12 +39,32 @@ def test_offloaded_state_is_on_the_host_and_crosses_the_link_as_often_as_it_is_u
 
 @pytest.mark.long
 def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
-    given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, "--training.offload_folder=/nvme"], 2)
+    given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, *DISK], 2)
     size = static_bytes(given)["optimizer"]
     plain, plan = (make_plan(one, H100) for one in (given, on_disk))
     assert plain.on_host - size - 8192 <= plan.on_host <= plain.on_host - size
     (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
+
+
+@pytest.mark.long
+def test_state_on_the_host_is_planned_there_and_crosses_the_link_both_ways():
+    plain = job(TINY, 2)
+    on_host = job([*TINY, HOST], 2)
+    size = static_bytes(plain)["optimizer"]
+    kept, streamed = record_step(plain), record_step(on_host)
+    assert streamed.static["host"] == size and not streamed.static["optimizer"]
+    before = {one.phase: one.live for one in kept.operations}
+    for one in streamed.operations:
+        assert one.by_kind[-1] == size
+        if one.phase == "forward 1":
+            assert one.live <= before[one.phase]
+    sent = {one.kind: one.bytes for one in streamed.collectives() if one.dimension == "host"}
+    assert sent == {"to GPU": size, "from GPU": size}
+    wide = [*TINY, "--model.overrides.vocab_size=2000000"]
+    plan, less = (make_plan(job(each, 2), H100) for each in (wide, [*wide, HOST]))
+    moved = plan.totals.static["optimizer"]
+    assert less.on_host == moved and less.totals.peak < plan.totals.peak - 0.9 * moved
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():

@@ -1,7 +1,6 @@
 """The copy of a state in host memory that a save writes while training continues."""
 
 import time
-import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from titanlite.checkpoint.plan import flat, nested
 from titanlite.parallel.dtensor import let_go, local_part, with_shard
+from titanlite.runtime.host_memory import lock_pages
 
 
 class Stager(AsyncStager):
@@ -56,15 +56,13 @@ class Stager(AsyncStager):
         return nested({name: self._copies[name] for name in tensors})
 
     def _allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Allocate one block for all: torch rounds each page-locked block up to a power of two."""
+        """Allocate one block for all."""
         if not tensors:
             return
         sizes = [-(-local_part(tensor).nbytes // 64) * 64 for tensor in tensors.values()]
         block = torch.empty(sum(sizes), dtype=torch.uint8)
         if self._gpu:
-            cuda: Any = torch.cuda.cudart()
-            torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 1))
-            weakref.finalize(self, cuda.cudaHostUnregister, block.data_ptr())
+            lock_pages(block, self)
         for (name, tensor), room in zip(tensors.items(), block.split(sizes), strict=True):
             part = local_part(tensor)
             copy = room[: part.nbytes].view(part.dtype).view(part.shape)

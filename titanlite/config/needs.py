@@ -81,6 +81,11 @@ PINNED = Condition(
     ),
 )
 NO_OFFLOAD = _off("training.enable_cpu_offload")
+STATE_ELSEWHERE = Condition(
+    "with training.enable_cpu_offload, whose state is on the host",
+    lambda config: NO_OFFLOAD.holds(config) or value_of(config, "optimizer.state_on") != "host",
+)
+STATE_ON_DISK = _set_to("optimizer.state_on", "disk")
 PIPELINE = Condition(
     "without pipeline parallel",
     lambda config: value_of(config, "parallelism.pipeline_parallel_degree") > 1,

@@ -12,7 +12,14 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from titanlite.config.checkpoint_schema import Checkpoint
-from titanlite.config.needs import DECAY, GPU, GRADIENT_SUMS, NO_MIXTURE
+from titanlite.config.needs import (
+    DECAY,
+    GPU,
+    GRADIENT_SUMS,
+    NO_MIXTURE,
+    STATE_ELSEWHERE,
+    STATE_ON_DISK,
+)
 from titanlite.config.parallel_schema import ActivationCheckpoint, Compile, Parallelism, Quantize
 from titanlite.config.section import (
     BatchSize,
@@ -146,8 +153,6 @@ class Training(Section):
     """Type of the sums of gradients over ranks."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; the optimizer runs there."""
-    offload_folder: Annotated[str, Needs("training.enable_cpu_offload")] = ""
-    """Folder on each node's own disk (NVMe) for the optimizer state of enable_cpu_offload."""
     gc_freq: Positive = 50
     """Steps between runs of Python's garbage collector, on all ranks and at no other time."""
     packing: Literal["concatenate", "first-fit"] = "concatenate"
@@ -206,10 +211,15 @@ class Optimizer(Section):
     """
     no_decay: Annotated[list[str], Needs("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the optimizer's running means. float32 stores them like the parameters
-    (training.dtype); bfloat16 halves their memory, computes in float32 and rounds stochastically,
-    so that small changes add up."""
+    state_dtype: Literal["like_parameters", "float32", "bfloat16"] = "like_parameters"
+    """Type of the optimizer's running means. like_parameters is training.dtype. float32, beside
+    parameters in bfloat16, also computes the update in float32. bfloat16 halves their memory,
+    computes in float32 and rounds stochastically, so that small changes add up."""
+    state_on: Annotated[Literal["device", "host", "disk"], Needs(STATE_ELSEWHERE)] = "device"
+    """Where the running means are: beside the parameters, in the host's memory, or on each node's
+    own disk. From there AdamW and Adam stream them through the device in every step."""
+    state_folder: Annotated[str, Needs(STATE_ON_DISK)] = ""
+    """Folder on each node's own disk (NVMe)."""
 
 
 class LRScheduler(Section):

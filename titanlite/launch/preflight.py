@@ -15,6 +15,7 @@ from titanlite.checkpoint.status import look
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
+from titanlite.config.optimizer_state import place_of_state
 from titanlite.config.schema import JobConfig
 from titanlite.config.urls import is_url
 from titanlite.errors import UserError, first_line, format_bytes
@@ -82,8 +83,8 @@ def check_machine(
             parts = check(_stages_alone, job, model)
             if parts:
                 check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
-            if job.config.training.offload_folder:
-                check(_check_disk, job, processes)
+            if place_of_state(job.config) != "device":
+                check(_check_state, job, processes)
     _raise_any(job, problems, faults)
     return prepared
 
@@ -313,7 +314,7 @@ def _check_memory(
         return
     static = static_bytes(job)
     first = static["parameters"] + static["gradients"]
-    if not job.config.training.offload_folder:
+    if place_of_state(job.config) == "device":
         first += static["optimizer"]
     # For the other pipeline ranks, assume that their stages are split evenly.
     per_rank = max(first, *(size * job.layout.pp // job.layout.model_shards for size in sizes))
@@ -340,12 +341,22 @@ def _check_memory(
     )
 
 
-def _check_disk(job: Job, processes: int) -> None:
-    """Raise unless training.offload_folder has room for this node's optimizer state."""
-    from titanlite.optim.nvme import reserve
+def _check_state(job: Job, processes: int) -> None:
+    """Raise unless the host or the disk has room for this node's optimizer state."""
+    from titanlite.observe.memory import machine_bytes
+    from titanlite.optim.state_store import reserve
     from titanlite.planner.rehearse import static_bytes
 
-    reserve(job.config.training.offload_folder, processes * static_bytes(job)["optimizer"]).close()
+    size = processes * static_bytes(job)["optimizer"]
+    if place_of_state(job.config) == "disk":
+        reserve(job.config.optimizer.state_folder, size).close()
+        return
+    room = machine_bytes() - processes * _PYTHON_AND_TORCH
+    if size > room:
+        raise UserError(
+            f'optimizer.state_on = "host": the state of {processes} ranks needs '
+            f"{format_bytes(size)}, and this machine has {format_bytes(room)} beside the processes"
+        )
 
 
 def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: int) -> int:
@@ -360,7 +371,7 @@ def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: in
             elements += parameter.numel()
             if parameter.requires_grad:  # its gradient
                 elements += parameter.numel()
-    if job.config.training.offload_folder:
+    if place_of_state(job.config) != "device":
         return elements * element_size
     groups = trained_parameters(parts, table, job.spec.blocks, no_decay=())
     return elements * element_size + optimizer_bytes(groups, job.config)

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
+from titanlite.config.optimizer_state import state_dtype, streams_state
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
 from titanlite.optim.bf16_state import BF16State
-from titanlite.optim.nvme import OnDisk
+from titanlite.optim.streamed import Streamed
 from titanlite.parallel.build import named_parameters
 from titanlite.parallel.dtensor import local_part
 from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
@@ -93,10 +94,10 @@ def build_optimizer(
     seed: int = 0,
     stage: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the config names, with its state in optimizer.state_dtype.
+    """Build the optimizer that the config names, with its state in optimizer.state_dtype on
+    optimizer.state_on.
 
-    The state is in training.offload_folder if that is set. `stage` is the group of the ranks that
-    share the parameters, None for all.
+    `stage` is the group of the ranks that share the parameters, None for all.
     """
     spec = _spec(config)
     arguments: list[Any] = [trained, config]
@@ -110,8 +111,8 @@ def build_optimizer(
         if is_compiled:
             backend = config.compile.backend
         return BF16State(optimizer, seed, backend)
-    if config.training.offload_folder:
-        return OnDisk(optimizer, config)
+    if streams_state(config):
+        return Streamed(optimizer, config)
     return optimizer
 
 
@@ -184,7 +185,7 @@ def optimizer_bytes(trained: Sequence[TrainedParam], config: JobConfig) -> int:
         tensors = spec.states
         if item.is_hidden_matrix and spec.matrix_states is not None:
             tensors = spec.matrix_states
-        size = item.parameter.element_size()
+        size = getattr(torch, state_dtype(config)).itemsize
         if config.optimizer.state_dtype == "bfloat16":
             size = min(2, size)
         total += tensors * size * local_part(item.parameter).numel()

@@ -15,7 +15,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor that maps a file (optim/nvme.py)."""
+    """Free the memory of a tensor that maps a file (optim/state_store.py)."""
     if hasattr(tensor, "let_go"):
         tensor.let_go()
 

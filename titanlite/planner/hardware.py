@@ -39,7 +39,7 @@ class Host:
     link: Positive = 32
     """GB/s between the host and a GPU, in one direction."""
     disk: Positive = 5
-    """GB/s of training.offload_folder on a node, reads and writes together."""
+    """GB/s of optimizer.state_folder on a node, reads and writes together."""
     source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16, one NVMe disk"
 
 

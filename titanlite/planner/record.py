@@ -18,7 +18,7 @@ KINDS = tuple(
 collective; "host" is offloaded, so on no GPU.
 """
 DISK = "disk"
-"""Names the static bytes in training.offload_folder, and the disk as a resource."""
+"""Names the static bytes in optimizer.state_folder, and the disk as a resource."""
 ON_HOST = " on the host"
 """Ends the name of a phase that the host computes."""
 

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.job import Job
-from titanlite.config.schema import with_values
+from titanlite.config.optimizer_state import place_of_state, state_dtype, streams_state
+from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.torchtitan import FLOAT8_CONVERTERS
 from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
 from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
+from titanlite.optim.streamed import buffer_bytes
 from titanlite.parallel import expert_parallel
 from titanlite.parallel.build import Context, Converter, build_model
 from titanlite.parallel.convert import build_converters
@@ -40,7 +42,7 @@ from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.phases import name_phases, name_phases_of_stages
 from titanlite.planner.pipeline import shortened
-from titanlite.planner.record import DISK, Recording
+from titanlite.planner.record import DISK, KINDS, Collective, Operation, Recording
 from titanlite.planner.torch_private import (
     fake_tensor_mode,
     holding_what_is_sent,
@@ -51,6 +53,7 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
+from titanlite.registry import get_optimizer
 from titanlite.train.forward import build_runner, take
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
@@ -59,9 +62,10 @@ from titanlite.train.step import StepRunner
 _WITHOUT_STATE = {
     "optimizer.name": "SGD",
     "optimizer.weight_decay": 0.0,
-    "training.offload_folder": "",
+    "optimizer.state_on": "device",
+    "optimizer.state_dtype": "like_parameters",
 }
-"""Settings that use as much memory, and move as much, as an optimizer with its state on disk."""
+"""Settings of an optimizer without state; _with_streamed_state adds it."""
 
 
 def rehearse(
@@ -106,10 +110,47 @@ def rehearse(
         if is_short:
             first = 2
         found = step(first)
-        if config.training.offload_folder:
-            on_disk = optimizer_bytes(runner.trained, config)
-            found = replace(found, static={**found.static, DISK: on_disk})
+        if streams_state(config):
+            state = optimizer_bytes(runner.trained, config)
+            found = _with_streamed_state(found, state, config, as_on_cuda)
         return found
+
+
+def _with_streamed_state(
+    found: Recording, state: int, config: JobConfig, as_on_cuda: bool
+) -> Recording:
+    """Return a step of an optimizer without state with what streams through it: the bytes of the
+    state where it is kept, the buffers, and the traffic.
+    """
+    place = place_of_state(config)
+    offloaded = as_on_cuda and config.training.enable_cpu_offload
+    beside = "host" if offloaded else "optimizer"
+    kept = {"device": beside, "host": "host" if as_on_cuda else beside}.get(place, DISK)
+    static = {**found.static, kept: found.static.get(kept, 0) + state}
+    states = get_optimizer(config.optimizer.name, config.model.package).states
+    buffers = buffer_bytes(states, config)
+    operations = []
+    for one in found.operations:
+        if kept != DISK:
+            one = _with_bytes(one, kept, state)
+        if one.phase.startswith("optimizer"):
+            one = _with_bytes(one, beside, buffers)
+        operations.append(one)
+    last = replace(operations[-1], flops=0, moved=2 * state, collective=None)
+    operations.append(last)
+    if place != "device" and as_on_cuda and not offloaded:
+        for way in ("to GPU", "from GPU"):
+            sent = Collective(way, "host", 1, state_dtype(config), state)
+            operations.append(replace(last, moved=state, collective=sent))
+    return replace(found, operations=operations, static=static)
+
+
+def _with_bytes(operation: Operation, kind: str, size: int) -> Operation:
+    """Return an operation during which `size` more bytes of a kind are alive."""
+    by_kind = [*operation.by_kind]
+    by_kind[KINDS.index(kind)] += size
+    live = operation.live + size * (kind != "host")
+    return replace(operation, live=live, by_kind=tuple(by_kind))
 
 
 def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) -> StepRunner:
@@ -118,7 +159,7 @@ def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) 
     config = job.config
     no_decay = config.optimizer.no_decay
     trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-    if config.training.offload_folder:
+    if streams_state(config):
         config = with_values(config, _WITHOUT_STATE)
     # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
     gathered = partial(stand_ins.gathered, trained)

@@ -99,7 +99,7 @@ class OptimizerSpec:
     """
     elementwise: bool = False
     """Whether it updates each element in place from its own gradient and state, and keeps its
-    numbers in tensors, so that training.offload_folder can cut parameters into pieces.
+    numbers in tensors, so that optimizer.state_on can cut parameters into pieces.
     """
 
 
@@ -117,7 +117,7 @@ for _name in ("AdamW", "Adam"):
     register_optimizer(
         OptimizerSpec(_name, "titanlite.optim.build:adam", states=2, elementwise=True)
     )
-_no_moments = ("beta1", "beta2", "eps", "state_dtype")
+_no_moments = ("beta1", "beta2", "eps", "state_dtype", "state_on")
 register_optimizer(OptimizerSpec("SGD", "titanlite.optim.build:sgd", states=0, unused=_no_moments))
 register_optimizer(
     OptimizerSpec("Muon", "titanlite.optim.muon:muon", states=2, matrix_states=1, communicates=True)

@@ -87,8 +87,8 @@ def _describe_memory(trainer: Trainer) -> str:
     if config.training.enable_cpu_offload:
         where = "per rank, in host memory"
     shown = "parameters {} + gradients {} + optimizer {}".format(*map(format_bytes, most))
-    if config.training.offload_folder:
-        shown += f", this in {config.training.offload_folder}"
+    if config.optimizer.state_on != "device":
+        shown += f", this on the {config.optimizer.state_on}"
     return f"{where}: {shown}"
 
 

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
+from titanlite.config.optimizer_state import streams_state
 from titanlite.config.rules.check import Check, Refusals, Refuse
 from titanlite.config.schema import KEYS, JobConfig, is_set
 from titanlite.config.section import value_of
@@ -168,14 +169,22 @@ def _optimizer_has_the_keys(
                 f"optimizer.{name}",
                 f"{optimizer.name} does not use this key; remove it, or use AdamW",
             )
-    if not (config.training.offload_folder and config.training.enable_cpu_offload):
+    settings = config.optimizer
+    if settings.state_dtype == "float32" and config.training.dtype == "float64":
+        why = "keeps less than the parameters in float64 (training.dtype)"
+        yield "optimizer.state_dtype", f'{why}; use "like_parameters"'
+    if settings.state_on != "device" and settings.state_dtype == "bfloat16":
+        why = f'is for state on the device, and optimizer.state_on = "{settings.state_on}"'
+        yield "optimizer.state_dtype", f'{why}; use "like_parameters"'
+    elif streams_state(config) and not optimizer.elementwise:
+        key = "state_dtype" if settings.state_on == "device" else "state_on"
+        yield f"optimizer.{key}", f'"{getattr(settings, key)}" is for AdamW and Adam'
+    if settings.state_on != "disk":
         return
-    if not optimizer.elementwise:
-        yield "optimizer.name", "training.offload_folder is for AdamW and Adam"
-    if config.optimizer.state_dtype != "float32":
-        yield "optimizer.state_dtype", 'training.offload_folder keeps the bits; use "float32"'
+    if not settings.state_folder:
+        yield "optimizer.state_folder", "name a folder on each node's own disk"
     if config.checkpoint.enable and config.checkpoint.async_mode != "disabled":
-        why = 'would copy what is in training.offload_folder into memory; use "disabled"'
+        why = 'would copy the state that is on a disk into memory; use "disabled"'
         yield "checkpoint.async_mode", why
 
 
