@@ -17,6 +17,7 @@ import torch
 from titanlite.config.job import Job, job_from
 from titanlite.config.layout import divisors
 from titanlite.config.load import ConfigError, Loaded
+from titanlite.config.optimizer_state import place_of_state
 from titanlite.config.pipeline_order import bubble
 from titanlite.config.schema import with_values
 from titanlite.config.section import value_of
@@ -194,8 +195,10 @@ class _Model:
         self._width = min(embeddings, default=0)
         kept = sum(parameter.nbytes for _, parameter in named)
         kept += sum(item.parameter.nbytes for item in trained)
-        self.state = kept + optimizer_bytes(trained, job.config)
-        """Bytes of parameters, gradients and optimizer state, of all ranks together."""
+        self.state = kept
+        """Bytes that all ranks together have on their GPUs between steps."""
+        if place_of_state(job.config) == "device":
+            self.state += optimizer_bytes(trained, job.config)
         if job.config.training.enable_cpu_offload:
             self.state = 0
 

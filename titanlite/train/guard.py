@@ -95,6 +95,7 @@ class StepGuard:
 
         Return whether to skip its update, None for never.
         """
+        norm = norm.to(loss.device)  # that of offloaded gradients is on the CPU
         skipped = None
         if self._bad_steps:
             skipped, loss, norm = self._bad_steps.record(step, loss, norm)

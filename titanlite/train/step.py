@@ -68,9 +68,8 @@ class StepRunner:
 
     @phase("gradient norm")
     def gradient_norm(self, p: float = 2.0) -> torch.Tensor:
-        """Return the norm of the gradients, equal on all ranks."""
-        norm = grad_norm(self.parameters, p, self.context.mesh.pp, self.model.copies)
-        return norm.to(self.context.device)  # the norm of offloaded gradients is on the CPU
+        """Return the norm of the gradients, equal on all ranks, on the device that they are on."""
+        return grad_norm(self.parameters, p, self.context.mesh.pp, self.model.copies)
 
     @phase("optimizer")
     def update(self, step: int, norm: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
@@ -88,7 +87,7 @@ class StepRunner:
         if self.balance.routers:
             if skipped is None:
                 skipped = ~norm.isfinite()
-            self.balance.end_step(skipped)
+            self.balance.end_step(skipped.to(self.context.device))
         self.notify_converters()
 
     def notify_converters(self) -> None:
