@@ -24,9 +24,10 @@ def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]
         key = None
         if isinstance(tensor, DTensor):
             key = tensor.device_mesh, tensor.placements
-        if key not in layouts:
-            layouts[key] = layout_of(tensor)
-        described[name] = StoredTensor(tuple(tensor.shape), dtype, layouts[key])
+        layout = layouts.get(key)
+        if layout is None:
+            layout = layouts[key] = layout_of(tensor)
+        described[name] = StoredTensor(tuple(tensor.shape), dtype, layout)
     return described
 
 

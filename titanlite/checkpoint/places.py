@@ -152,9 +152,13 @@ def rank_file(rank: int) -> str:
 def written_by(rank: int, tensors: Mapping[str, StoredTensor]) -> dict[str, Box]:
     """Return the regions that a rank writes, in the order of its file."""
     found = {}
+    alike: dict[StoredTensor, Box | None] = {}
     # Larger types first, so that each value is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name].bytes_of(()), name)):
-        region = tensors[name].layout.region(tensors[name].shape, rank)
+        tensor = tensors[name]
+        if tensor not in alike:
+            alike[tensor] = tensor.layout.region(tensor.shape, rank)
+        region = alike[tensor]
         if region is not None:
             found[name] = region
     return found

@@ -4,7 +4,7 @@ DCP's own planner gathers a plan, and writes a .metadata, whose size grows with 
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,11 +53,17 @@ class Planner(dcp.SavePlanner):
 
     def _planned(self, places: dict[str, StoredTensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
+        alike: dict[StoredTensor, TensorWriteData] = {}  # most of a model's are
+        items = []
         for name, region in regions.items():
-            found = box_of(self.tensors[name])
-            if found != region:
-                raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
-        items = [_item(name, places[name], region) for name, region in regions.items()]
+            data = alike.get(places[name])
+            if data is None:
+                found = box_of(self.tensors[name])
+                if found != region:
+                    raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
+                data = alike[places[name]] = _write_data(places[name], region)
+            index = MetadataIndex(name, data.chunk.offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return dcp.SavePlan(items, storage_data=header(places, regions))
 
     def create_global_plan(self, all_plans: Any) -> Any:
@@ -89,15 +95,9 @@ def chunk_of(region: Box) -> ChunkStorageMetadata:
     )
 
 
-@cache
-def _properties(dtype: str) -> TensorProperties:
-    return TensorProperties(dtype=getattr(torch, dtype))
-
-
-def _item(name: str, tensor: StoredTensor, region: Box) -> WriteItem:
-    chunk = chunk_of(region)
-    data = TensorWriteData(chunk, _properties(tensor.dtype), torch.Size(tensor.shape))
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+def _write_data(tensor: StoredTensor, region: Box) -> TensorWriteData:
+    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+    return TensorWriteData(chunk_of(region), properties, torch.Size(tensor.shape))
 
 
 def flat(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
