@@ -78,7 +78,7 @@ class Streamed(torch.optim.Optimizer):
         self._lock = Lock()
         self._slots = 1 if place_of_state(config) == "device" else _SLOTS
         self._streams: list[Any] = []
-        if device.type == "cuda":
+        if device.type == "cuda" and self._slots > 1:
             self._streams = [torch.cuda.Stream(device) for _ in range(self._slots)]
         self._done: Any = None
 
