@@ -199,7 +199,7 @@ def reasons(variable: str) -> list[str]:
 
 def draw_order() -> str:
     x, y, height = 60, 50, 46
-    shapes = [text(24, 30, "THE fixed order of parallelize.py", 17, INK, BOLD)]
+    shapes = [text(24, 30, "The order of parallelize.py", 17, INK, BOLD)]
 
     def milestone(words: str) -> None:
         nonlocal y
@@ -232,9 +232,7 @@ def draw_order() -> str:
         "memory is allocated, initial values are drawn by each rank for its shard, "
         "replicas are compared"
     )
-    return picture(
-        y + 6, "The fixed order of the techniques, each with the reason for its place", shapes
-    )
+    return picture(y + 6, "The fixed order of the techniques, and why each is where it is", shapes)
 
 
 # ------------------------------------------------------------------------- mesh

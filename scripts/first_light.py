@@ -218,7 +218,7 @@ def failures(machine: Machine) -> Iterator[Row]:
 
 
 def timed(machine: Machine) -> Iterator[Row]:
-    """Yield the rows that measure memory and speed: ten steps, of which the last five count."""
+    """Yield the rows that measure memory and speed: the last five of ten steps."""
     model = "--model.flavor=1B --training.seq_len=8192 --training.local_batch_size=1".split()
     plain = "--flavor=1B --seq=8192 --batch=1".split()
     train = [*machine.train, *model, "--metrics.log_freq=5"]

@@ -63,9 +63,6 @@ Config keys are options too: [--config FILE.toml …] [--section.key VALUE …];
 `titanlite train --help` lists them.
 """
 NO_BUG = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP)
-DOWNLOAD = """\
-`titanlite download` was removed; use huggingface_hub's own command, e.g. for a tokenizer:
-  hf download REPO --include "tokenizer*" --local-dir DIR"""
 
 
 def run() -> NoReturn:
@@ -124,8 +121,6 @@ def main(argv: list[str]) -> int:
 
 def _command(name: str) -> Any:
     """Import a command's module."""
-    if name == "download":
-        raise UserError(DOWNLOAD)
     if name not in COMMANDS:
         close = nearest(name, [*COMMANDS, "help"])
         hint = f"did you mean '{close}'?" if close else f"commands are: {', '.join(COMMANDS)}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from unittest.mock import patch
 
 PACKAGES = {
     "causal_conv1d": "causal-conv1d",
@@ -37,5 +36,9 @@ def torch_functions() -> Iterator[None]:
         return
     from transformers.integrations import hub_kernels
 
-    with patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True, create=True):
+    asked = hub_kernels.is_torchdynamo_exporting
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+    try:
         yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = asked

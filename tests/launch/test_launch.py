@@ -547,7 +547,6 @@ def test_a_closed_pipe_ends_a_command_quietly():
         ("trian", "'trian'; did you mean 'train'?"),
         ("hlep", "did you mean 'help'?"),
         ("zzz", "'zzz'; commands are: train, config"),
-        ("download gpt2", 'hf download REPO --include "tokenizer*" --local-dir DIR'),
         ("data perpare", "'perpare'; did you mean 'prepare'?"),
         ("data", "prepare|show (see titanlite data --help)\nusage: titanlite data [-h] "),
         ("checkpoint", "(see titanlite checkpoint --help)\nusage: titanlite checkpoint [-h] ls|"),

@@ -9,7 +9,6 @@ import torch
 
 from tests.messages import refused
 from tests.models.small import SMALL, built
-from titanlite import registry
 from titanlite.models import llama3
 from titanlite.models.common.rope import rotate
 from titanlite.parallel.build import build_meta_model
@@ -73,12 +72,3 @@ def test_a_table_must_cover_every_parameter_once():
     spec = replace(llama3.SPEC, rules=lambda flavor: ROWS)
     with refused("norm.weight", "no row", __file__):
         build_meta_model(spec, llama3.FLAVORS["debugmodel"])
-
-
-def test_earlier_names_are_accepted():
-    assert Rule("layers.*.bias", ones, "whole").tensor == "replicated"  # type: ignore[bad-argument-type]
-    assert (registry.Step, registry.Part, registry.Shape) == (
-        registry.WeightTransform,
-        registry.FusedSlice,
-        registry.ModelDims,
-    )

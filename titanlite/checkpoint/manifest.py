@@ -150,7 +150,7 @@ def committed(root: Place) -> list[int]:
 
 FOREIGN = (
     "a checkpoint in torch's DCP format, as TorchTitan writes. A run starts from it by "
-    "--checkpoint.initial_load_path {}, and goes on with its optimizer and step by "
+    "--checkpoint.initial_load_path {}, and continues with its optimizer and step by "
     "--checkpoint.no_initial_load_model_only too (docs/from-torchtitan.md)"
 )
 
@@ -261,8 +261,8 @@ def read_document(folder: Place, name: str) -> bytes:
 
 
 def is_complete(folder: Place, resumable: bool = False) -> bool:
-    """Whether a folder has a valid manifest, all its files in their sizes and, if `resumable`, more
-    than weights.
+    """Whether a folder has a valid manifest, all its files at their recorded sizes and, if
+    `resumable`, more than weights.
     """
     try:
         return not faults(folder, read_manifest(folder, outline=True), resumable=resumable)

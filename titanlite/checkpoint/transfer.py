@@ -98,7 +98,8 @@ def _copy_file(path: Place, target: Place, file: File) -> None:
 
 
 def is_copy(source: Place, target: Place) -> bool:
-    """Return whether a folder has all files of a checkpoint, in their sizes, and its manifest."""
+    """Return whether a folder has all files of a checkpoint, at their recorded sizes, and its
+    manifest."""
     return is_complete(target) and flat_manifest(target) == flat_manifest(source)
 
 

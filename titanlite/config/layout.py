@@ -87,7 +87,7 @@ class Layout:
         return {name: coordinates[name] for name in DIMENSIONS}
 
     def batch_coordinate(self, rank: int) -> int:
-        """Return which of the `batch` data streams a rank reads."""
+        """Return which of the `data_parallel` data streams a rank reads."""
         return rank // (self.cp * self.tp) % self.data_parallel
 
     def __str__(self) -> str:

@@ -212,11 +212,11 @@ class Optimizer(Section):
     no_decay: Annotated[list[str], Needs("optimizer.weight_decay")] = ["norms", "biases"]
     """Parameters without weight decay: "norms", "biases", or patterns of names; [] decays all."""
     state_dtype: Literal["like_parameters", "float32", "bfloat16"] = "like_parameters"
-    """Type of the optimizer's running means. like_parameters is training.dtype. float32, beside
+    """Type of the optimizer's running means. like_parameters is training.dtype. float32, with
     parameters in bfloat16, also computes the update in float32. bfloat16 halves their memory,
     computes in float32 and rounds stochastically, so that small changes add up."""
     state_on: Annotated[Literal["device", "host", "disk"], Needs(STATE_ELSEWHERE)] = "device"
-    """Where the running means are: beside the parameters, in the host's memory, or on each node's
+    """Where the running means are: with the parameters, in the host's memory, or on each node's
     own disk. From there AdamW and Adam stream them through the device in every step."""
     state_folder: Annotated[str, Needs(STATE_ON_DISK)] = ""
     """Folder on each node's own disk (NVMe)."""

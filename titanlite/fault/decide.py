@@ -173,7 +173,7 @@ class Decider:
                 f"missing: {missing}"
             )
             if number > 1 and 0 in here and not self._restarts.fits(sum(here.values())):
-                why += f"; fault.min_nodes = {len(here)} would have let the run go on without"
+                why += f"; with fault.min_nodes = {len(here)} the run would have continued"
             # Code 76 requests a new start, which may find other nodes.
             return self._end(CUT_SHORT, why)
         members = tuple(sorted(by_fitness[: self._needed]))

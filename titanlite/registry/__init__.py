@@ -39,8 +39,3 @@ from titanlite.registry.rule import (
     ones,
     zeros,
 )
-
-# Earlier names, which users' packages may import.
-Step = WeightTransform
-Part = FusedSlice
-Shape = ModelDims

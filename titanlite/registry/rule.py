@@ -64,10 +64,6 @@ class Rule:
     active: float = 1.0
     """Fraction of the weight used per token: top_k / experts for expert weights, else 1."""
 
-    def __post_init__(self) -> None:
-        if self.tensor == "whole":  # the earlier name
-            object.__setattr__(self, "tensor", "replicated")
-
     def match(self, name: str) -> tuple[str, ...] | None:
         """Return the components of `name` at the wildcards, or None."""
         match = re.fullmatch(re.escape(self.pattern).replace(r"\*", r"([^.]+)"), name)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from titanlite.checkpoint.torchtitan.write import Read
 
 _RESUMES = (
-    "TorchTitan goes on from it with --checkpoint.initial_load_path {} "
+    "TorchTitan resumes from it with --checkpoint.initial_load_path {} "
     "--checkpoint.no-initial-load-model-only --checkpoint.exclude_from_loading dataloader: "
     "the position in the data is not in it"
 )
@@ -40,11 +40,11 @@ def export_dcp(
     from titanlite.checkpoint.torchtitan.write import write
 
     if manifest.base:
-        raise UserError(f"{folder} has adapters, which TorchTitan has not; merge them: --format hf")
+        raise UserError(f"{folder} has adapters, which TorchTitan lacks; merge them: --format hf")
     state = read_state(folder)
     extras: dict[str, Any] = {}
     if for_torchtitan and manifest.weights_only:
-        print_notice(f"{folder} contains weights only: TorchTitan can start from it, not go on")
+        print_notice(f"{folder} has weights only: TorchTitan can start from it, but not resume")
     elif for_torchtitan:
         extras = _extras(folder, config, state, names)
     with staging_folder(target, None, f"the export to {target}") as staging:
@@ -71,7 +71,7 @@ def _extras(
             f"{' and '.join(_OPTIMIZERS)}; --format dcp writes what there is"
         )
     if settings.no_decay and settings.weight_decay:
-        print_notice("TorchTitan decays all parameters: optimizer.no_decay does not come over")
+        print_notice("TorchTitan decays all parameters: optimizer.no_decay is not exported")
     kind = getattr(torch.optim, settings.name)
     weight = torch.nn.Parameter(torch.zeros(()))
     options = adam_options(settings)

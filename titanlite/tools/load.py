@@ -71,10 +71,10 @@ def load(
     """Return the model and the tokenizer of `titanlite.load`."""
     from titanlite.data.tokenizer import open_tokenizer
 
-    job, folder = saved_job(
-        place(os.fspath(checkpoint)),
-        [*overrides, *[f"--model.package={package}"] * bool(package)],
-    )
+    given = [*overrides]
+    if package:
+        given.append(f"--model.package={package}")
+    job, folder = saved_job(place(os.fspath(checkpoint)), given)
     import torch
 
     return load_model(job, folder, torch.device("cpu")).eval(), open_tokenizer(job)

@@ -99,6 +99,11 @@ class Trainer:
     report: Report
     guard: StepGuard
     stopped: bool = False
+    step: int = field(init=False)
+    tokens: int = field(init=False)
+    """Tokens trained on since the beginning of the run."""
+    consumed: int = field(init=False)
+    """Samples read from the data."""
     batches: BatchPrefetcher = field(init=False)
     """Set when the first step starts to read."""
     thaws: ClassVar[bool] = True
@@ -107,9 +112,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.step = self.resume.position.step
         self.tokens = self.resume.position.tokens
-        """Tokens trained on since the beginning of the run."""
         self.consumed = self.resume.consumed
-        """Samples read from the data."""
 
     @classmethod
     def start(

@@ -18,7 +18,7 @@ class ScaledConfig:
 def rules(c: ScaledConfig) -> tuple[Rule, ...]:
     return (
         Rule("tok_embeddings.weight", normal(0.5), "embedding"),
-        Rule("layers.*.scale", ones, "whole"),  # type: ignore[bad-argument-type]  # the earlier name of "replicated"
+        Rule("layers.*.scale", ones, "replicated"),
         Rule("layers.*.mix.q_norm.weight", ones, "norm"),
         Rule("layers.*.mix.wq.weight", normal(0.1), "column"),
         Rule("layers.*.mix.wv.weight", normal(0.1), "column"),
