@@ -202,7 +202,8 @@ def step_of(pool: Pool, row: Row, folder: Path, preferred: Collection[int] = ())
     argv.append(
         f"--training.local_batch_size={SAMPLES // layout.data_parallel // row.accumulation}"
     )
-    return pool.run(one_step, argv, str(folder), preferred, world=row.ranks)
+    # Some compile.
+    return pool.run(one_step, argv, str(folder), preferred, world=row.ranks, timeout=300)
 
 
 def same_as_alone(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
