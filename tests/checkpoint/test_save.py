@@ -409,10 +409,12 @@ def test_only_leftovers_are_cleared(tmp_path):
     left = ".step-3.0123abcd.staging .hf-step-3.0123abcd.staging .step-3.staging .step-1.deleted"
     foreign = ".step-3.staging.mine .step-x.deleted step-2 .mine.0123abcd.staging"
     probe, mine = f"{SEEN_BY_ALL}{'0a' * 16}", f"{SEEN_BY_ALL}mine"
+    draft = f".{probe}.new"
     for name in [*left.split(), *foreign.split(), mine]:
         (tmp_path / name).mkdir()
-    (tmp_path / probe).touch()
-    assert shared.clear_leftovers(tmp_path) == sorted([*left.split(), probe])
+    for name in (probe, draft):
+        (tmp_path / name).touch()
+    assert shared.clear_leftovers(tmp_path) == sorted([*left.split(), probe, draft])
     assert sorted(os.listdir(tmp_path)) == sorted([*foreign.split(), mine])
 
 

@@ -195,8 +195,8 @@ def test_the_state_of_a_few_parameters_is_in_float32_at_a_time(monkeypatch):
 def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
     pool.run(run_until, SAVING, str(tmp_path), 2, world=2)
     for begun, options, change in (
-        (2, [NARROW], '"float32" -> "bfloat16"'),
-        (3, [], '"bfloat16" -> "float32"'),
+        (2, [NARROW], '"like_parameters" -> "bfloat16"'),
+        (3, [], '"bfloat16" -> "like_parameters"'),
     ):
         argv = [*SAVING, *options, f"--training.steps={begun + 1}"]
         part = pool.run(run_until, argv, str(tmp_path), world=2)[0]

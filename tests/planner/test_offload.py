@@ -10,6 +10,7 @@ import pytest
 from tests.jobs import TINY, job
 from tests.lanes import sample
 from tests.planner.steps import H100
+from titanlite.optim.streamed import buffer_bytes
 from titanlite.planner.hardware import GIB
 from titanlite.planner.plan import make_plan
 from titanlite.planner.rehearse import record_step, static_bytes
@@ -42,7 +43,8 @@ def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, *DISK], 2)
     size = static_bytes(given)["optimizer"]
     plain, plan = (make_plan(one, H100) for one in (given, on_disk))
-    assert plain.on_host - size - 8192 <= plan.on_host <= plain.on_host - size
+    buffers = buffer_bytes(2, on_disk.config)
+    assert plain.on_host - size - 8192 <= plan.on_host - buffers <= plain.on_host - size
     (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)
 
@@ -63,8 +65,9 @@ def test_state_on_the_host_is_planned_there_and_crosses_the_link_both_ways():
     assert sent == {"to GPU": size, "from GPU": size}
     wide = [*TINY, "--model.overrides.vocab_size=2000000"]
     plan, less = (make_plan(job(each, 2), H100) for each in (wide, [*wide, HOST]))
-    moved = plan.totals.static["optimizer"]
-    assert less.on_host == moved and less.totals.peak < plan.totals.peak - 0.9 * moved
+    moved = less.on_host
+    counts = plan.totals.static["optimizer"] - moved  # of the steps, 4 bytes a parameter
+    assert 0 <= counts < 200 and less.totals.peak < plan.totals.peak - 0.9 * moved
 
 
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():

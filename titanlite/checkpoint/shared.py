@@ -67,7 +67,7 @@ def _appears(file: LocalPath) -> bool:
 def clear_leftovers(root: LocalPath) -> list[str]:
     """Delete the leftovers of a killed save, export, deletion or start; return the names."""
     staging = r"\.(hf-)?step-\d+(\.[0-9a-f]{8})?\.staging"
-    seen = rf"{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}"
+    seen = rf"\.?{re.escape(SEEN_BY_ALL)}[0-9a-f]{{32}}(\.new)?"
     pattern = re.compile(rf"{staging}|\.step-\d+\.deleted|{seen}")
     leftovers = []
     for name, path in sorted(root.entries().items()):

@@ -187,6 +187,8 @@ class Streamed(torch.optim.Optimizer):
         self._inner.param_groups = [{**group, "params": [*states]}]
         self._inner.state = states
         update(self._inner, self.grad_scale, self.found_inf)
+        self._inner.param_groups = []  # otherwise the gradients of a piece would stay
+        self._inner.state = defaultdict(dict)
         return [*states.values()]
 
 
