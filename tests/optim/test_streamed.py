@@ -102,7 +102,10 @@ SAME_BITS = {  # ranks, the model with further options, and where the state is
 }
 
 
-@pytest.mark.parametrize("case", sample(SAME_BITS, "host", "disk"))
+NIGHTLY = ["host, float8", "disk, one rank", "disk, offloaded experts"]
+
+
+@pytest.mark.parametrize("case", sample(SAME_BITS, "host", "disk", nightly=NIGHTLY))
 def test_training_has_the_bits_of_state_on_the_device(pool, tmp_path, disk, case):
     world, argv, place = SAME_BITS[case]
     direct = case != "disk, no direct writes"
