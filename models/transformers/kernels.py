@@ -36,9 +36,11 @@ def torch_functions() -> Iterator[None]:
         return
     from transformers.integrations import hub_kernels
 
-    asked = hub_kernels.is_torchdynamo_exporting
-    hub_kernels.is_torchdynamo_exporting = lambda: True
+    names = vars(hub_kernels)
+    before = {name: names[name] for name in ("is_torchdynamo_exporting",) if name in names}
+    names["is_torchdynamo_exporting"] = lambda: True
     try:
         yield
     finally:
-        hub_kernels.is_torchdynamo_exporting = asked
+        del names["is_torchdynamo_exporting"]  # not every version has it
+        names.update(before)

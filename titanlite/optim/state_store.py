@@ -39,8 +39,8 @@ class OnDevice:
         """Return a piece of the rows as memory to update, in this buffer if it is elsewhere."""
         return self.rows[:, piece]
 
-    def write(self, slot: int, buffer: torch.Tensor, piece: slice) -> None:
-        """Put a piece that was updated in this buffer back."""
+    def write(self, slot: int, updated: torch.Tensor, piece: slice) -> None:
+        """Put a piece back that was read and updated."""
 
     def free(self, part: torch.Tensor) -> None:
         """Free the memory of a part of a row that a checkpoint has read or written."""
@@ -61,8 +61,8 @@ class OnHost(OnDevice):
     def read(self, slot: int, buffer: torch.Tensor, piece: slice) -> torch.Tensor:
         return _copy(self.rows[:, piece], buffer)
 
-    def write(self, slot: int, buffer: torch.Tensor, piece: slice) -> None:
-        _copy(buffer[:, : piece.stop - piece.start], self.rows[:, piece])
+    def write(self, slot: int, updated: torch.Tensor, piece: slice) -> None:
+        _copy(updated, self.rows[:, piece])
 
 
 class OnDisk(OnDevice):
@@ -99,9 +99,9 @@ class OnDisk(OnDevice):
             return buffer
         return _copy(self._passed[slot, :, : piece.stop - piece.start], buffer)
 
-    def write(self, slot: int, buffer: torch.Tensor, piece: slice) -> None:
+    def write(self, slot: int, updated: torch.Tensor, piece: slice) -> None:
         if self._device.type != "cpu":
-            _copy(buffer[:, : piece.stop - piece.start], self._passed[slot])
+            _copy(updated, self._passed[slot])
             torch.cuda.current_stream().synchronize()
         self._move(os.pwritev, slot, piece)
 

@@ -174,7 +174,7 @@ class Streamed(torch.optim.Optimizer):
             if self._converts:
                 for (part, _), (values, *_) in zip(parts, given, strict=True):
                     local_part(part.parameter).view(-1)[part.elements].copy_(values)
-            self._store.write(slot, buffer, piece.elements)
+            self._store.write(slot, rows, piece.elements)
         free.append((slot, (buffer, converted)))
 
     def _update(self, group: dict[str, Any], given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -210,9 +210,8 @@ def _cut(groups: Sequence[dict[str, Any]]) -> Iterator[_Piece]:
         parts: list[_Part] = []
         for parameter in group["params"]:
             numel = local_part(parameter).numel()
-            done = -1
-            while done < numel:  # an empty shard is a part too, since its steps are counted
-                done = max(0, done)
+            done = 0
+            while True:  # an empty shard is a part too, since its steps are counted
                 taken = min(numel - done, _NUMEL - (stop - start))
                 region = slice(stop - start, stop - start + taken)
                 parts.append(_Part(parameter, slice(done, done + taken), region))
