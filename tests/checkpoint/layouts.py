@@ -17,6 +17,7 @@ LAYOUTS = {
     "dp2": (2, []),
     "dp3": (3, []),
     "dp4": (4, []),
+    "replicas": (2, [_HSDP]),
     "tp2": (2, [_TP2]),
     "dp2tp2": (4, [_TP2]),
     "hsdp2x2": (4, [_HSDP]),

@@ -27,6 +27,7 @@ from titanlite.checkpoint.places import (
     spread,
     written_by,
 )
+from titanlite.checkpoint.plan import Planner
 from titanlite.runtime.store import LocalPath
 
 MESHES = [
@@ -156,6 +157,34 @@ def test_shards_of_every_kind_and_type_are_read_bit_for_bit(mixed):
     firsts = {name: tensor.layout.first for name, tensor in tensors.items()}
     assert firsts.pop("model.late") == 2
     assert {*firsts.values()} >= {0, 1, 2}, "copies share what all ranks have"
+
+
+def saved_by_replicas(folder: str) -> tuple[list[str], list[int]]:
+    """Commit what two replicas have, each split over two ranks or not at all; return what differs,
+    and the bytes of each rank's file.
+    """
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    generator = torch.Generator().manual_seed(1)
+    whole = {f"model.{n}": torch.randn(8, 6, generator=generator) for n in range(40)}
+    live: dict[str, torch.Tensor] = {}
+    for number, (name, values) in enumerate(whole.items()):
+        live[name] = values
+        if number % 4 < 2:
+            own = values.chunk(2)[mesh.get_local_rank("tp")]
+            live[name] = DTensor.from_local(own, mesh["tp"], [Shard(0)], run_check=False)
+    place = LocalPath(folder)
+    commit_tensors(place, live, everyone(), Planner(everyone(), replicas=(2, 2)))
+    found = load_tensors(place / "step-1")
+    assert found.keys() == whole.keys()
+    different = [name for name in whole if not torch.equal(found[name], whole[name])]
+    return different, [(place / "step-1" / rank_file(each)).stat().st_size for each in range(4)]
+
+
+def test_replicas_share_what_their_meshes_do_not_say_that_they_all_have(pool, tmp_path):
+    for different, sizes in pool.run(saved_by_replicas, str(tmp_path), world=4):
+        assert different == []
+        first, second = sum(sizes[:2]), sum(sizes[2:])
+        assert 0.9 < first / second < 1.1
 
 
 def large(shards: int, tp: int) -> dict[str, StoredTensor]:

@@ -348,6 +348,7 @@ IN_DEFAULT = {
     "stages, tied, kept whole": Row("gpt2", 2, f"{PP} {SMALL}"),
     "experts": Row("experts", 2, EP),
     "uneven shards": Row("odd", 3, "", 2),
+    "replicas": Row("llama", 2, f"{HSDP} {MODEL}tied", 3),
     "deferred over replicas": Row("llama", 4, f"{HSDP} {DEFERRED}replicas", 3),
     "tp, kept whole": Row("even", 2, f"{TP} {SMALL}"),
     "stages in a V": Row("four", 2, f"{PP} {ZBV}", 2),
@@ -370,6 +371,8 @@ IN_LONG = {
     "kept whole, recomputed, compiled": Row(
         "llama", 4, f"{HSDP} {SMALL} {FULL} {COMPILED} {PREFETCH}", 3
     ),
+    "replicas, tp, muon": Row("even", 4, f"{HSDP} {TP} {MUON} {FULL} {COMPILED}"),
+    "replicas of whole experts": Row("experts", 4, f"{HSDP} {TP} {EP}", 3),
     "stages, hsdp": Row("four", 4, f"{PP} {HSDP} {SCHEDULE}DualPipeV", 2),
     "four stages": Row("gpt2", 4, f"{PP4} {SCHEDULE}GPipe"),
     "lanes of four": Row("four", 4, f"{PP4} {INTERLEAVED} {MODEL}n_layers=8"),

@@ -23,6 +23,7 @@ from tests.parallel.rows import (
     EVEN,
     FREEZE,
     GPT2,
+    HSDP,
     INTERLEAVED,
     PP,
     TP,
@@ -60,7 +61,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(pool, tmp_path, 
     assert all(state.keys() >= tied for state in cut) == (row.model == "gpt2")
 
 
-STAGES = {"pp2dp2": (4, [PP]), "pp2 interleaved": (2, [PP, INTERLEAVED])}
+STAGES = {
+    "pp2dp2": (4, [PP]),
+    "pp2 x replicas": (4, [PP, HSDP]),
+    "pp2 interleaved": (2, [PP, INTERLEAVED]),
+}
 EXPERTS = {
     "ep4": (4, [EP4]),
     "ep2 over dp2tp2": (4, [EP, TP]),

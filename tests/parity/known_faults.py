@@ -146,12 +146,26 @@ def expert_slices_swapped(read, names, name, region, read_hf):
     return read(names, name, (other, *rest), read_hf).flip(0)
 
 
-@fault("parallel.fsdp._sum_gradients", "hsdp2x2", "replicate4")
+@fault("parallel.fsdp._sum_gradients", "hsdp2x2")
 def reduction_dropped(set_sums, model, context, experts):
     """one block's gradients are not summed over the replicas"""
     set_sums(model, context, experts)
     first, *_ = context.blocks(model).values()
     first.set_requires_all_reduce(False)
+
+
+@fault("parallel.replicated.GradientSum._sum_vectors", "replicate4")
+def vectors_unsummed(sum_vectors, sums, used):
+    """each replica keeps its own gradients of norms"""
+    return torch.ones(len(used))
+
+
+@fault("parallel.replicated.GradientSum._add", "replicate4", accumulation="3")
+def summed_early(add, sums, parameter):
+    """replicas sum a gradient before the last micro-batch has added to it"""
+    if sums._ready is None:
+        sums.start()
+    add(sums, parameter)
 
 
 @fault("parallel.fsdp._sum_gradients", "dp2")

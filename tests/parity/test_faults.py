@@ -51,6 +51,8 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "loss-on-one-rank": "loss",
     "loss-in-bf16": "loss differs by ",
     "names-wrapped": "layers.0.wrapped.",
+    "vectors-unsummed": "gradient of ",
+    "summed-early": "gradient of ",
 }
 OF_EXPERTS = {  # in qwen3 with experts
     "expert-sum-over-ep": "gradient of layers.0.moe.experts.w",

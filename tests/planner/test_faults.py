@@ -49,7 +49,7 @@ FAULTS = {  # what happens: the function that is replaced, its replacement, the 
         row("ep2", model="mixture"),
     ),
     "gradients are summed twice": (
-        "parallel.replicated.sum_gradients",
+        "parallel.replicated.GradientSum._sum_vectors",
         twice,
         row("dp2", more=["--parallelism.fsdp_keep_whole=['*norm*']"]),
     ),

@@ -13,8 +13,16 @@ from titanlite.checkpoint.places import TYPES, Split, StoredTensor, spread
 from titanlite.errors import UserError
 from titanlite.runtime.distributed import gather_objects, rank_in
 
+REPLICAS = "dp_replicate"
+"""The dimension along which all tensors are equal, whether or not their meshes have it."""
 
-def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
+
+def describe_all(
+    tensors: Mapping[str, torch.Tensor], rank: int, replicas: tuple[int, int]
+) -> dict[str, StoredTensor]:
+    """Describe this rank's tensors; `replicas` are their number, and the ranks from one to the
+    next.
+    """
     layouts: dict[Any, Split] = {}
     described = {}
     for name, tensor in tensors.items():
@@ -26,7 +34,7 @@ def describe_all(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]
             key = tensor.device_mesh, tensor.placements
         layout = layouts.get(key)
         if layout is None:
-            layout = layouts[key] = layout_of(tensor)
+            layout = layouts[key] = _over_replicas(layout_of(tensor), rank, *replicas)
         described[name] = StoredTensor(tuple(tensor.shape), dtype, layout)
     return described
 
@@ -55,6 +63,18 @@ def layout_of(tensor: torch.Tensor) -> Split:
     return Split(names, tuple(ranks.shape), tuple(strides), first, (*splits, *late))
 
 
+def _over_replicas(layout: Split, rank: int, replicas: int, stride: int) -> Split:
+    """Return a layout that has the copies of all replicas."""
+    if replicas == 1 or REPLICAS in layout.names:
+        return layout
+    first = layout.first
+    if layout.names:
+        first -= rank // stride % replicas * stride
+    splits = tuple((dim, axis + 1) for dim, axis in layout.splits)
+    names = (REPLICAS, *layout.names)
+    return Split(names, (replicas, *layout.sizes), (stride, *layout.strides), first, splits)
+
+
 def agree(own: dict[str, StoredTensor], group: dist.ProcessGroup | None) -> dict[str, StoredTensor]:
     """Return the tensors of all ranks, each described by its lowest rank, with the writing shared
     out over copies.
@@ -69,8 +89,8 @@ def agree(own: dict[str, StoredTensor], group: dist.ProcessGroup | None) -> dict
     if rank_in(group) == 0:
         for rank, table in enumerate(tables):
             for name, tensor in table.items():
-                if tensor.layout == Split():
-                    tensor = replace(tensor, layout=Split(first=rank))
+                if not {*tensor.layout.names} - {REPLICAS}:  # its lowest rank was not known
+                    tensor = replace(tensor, layout=replace(tensor.layout, first=rank))
                 merged.setdefault(name, tensor)
         merged = spread(merged)
     if group:

@@ -28,12 +28,18 @@ from titanlite.runtime.distributed import rank_in
 class Planner(dcp.SavePlanner):
     """Plans the first save of a run on this rank; later saves reuse the plan."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, replicas: tuple[int, int] = (1, 1)
+    ) -> None:
+        """`replicas` share out what all of them have: their number, and the ranks from one to the
+        next.
+        """
         self.tensors: dict[str, torch.Tensor] = {}
         """This rank's tensors by dotted name; a later save may bring copies of the first ones."""
         self.places: dict[str, StoredTensor] = {}
         """The tensors of all ranks."""
         self._group = group
+        self._replicas = replicas
         self._plan = dcp.SavePlan([])
 
     def set_up_planner(
@@ -45,7 +51,8 @@ class Planner(dcp.SavePlanner):
     def create_local_plan(self) -> dcp.SavePlan:
         if not self.places:
             what = "planning a save"
-            own = run_on_all_ranks(self._group, what, partial(describe_all, self.tensors))
+            describe = partial(describe_all, self.tensors, rank_in(self._group), self._replicas)
+            own = run_on_all_ranks(self._group, what, describe)
             places = agree(own, self._group)
             self._plan = run_on_all_ranks(self._group, what, partial(self._planned, places))
             self.places = places

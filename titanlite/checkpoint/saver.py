@@ -160,7 +160,9 @@ class Saver:
         place = self._folder.confirm, self._folder.run_name, base
         content = commit.Content(step, payload, make_documents, weights_only, *place)
         pending = self._pending = PendingSave(self._folder, content, self._write)
-        planner = self._planners.setdefault(weights_only, Planner(self._folder.group))
+        layout = self._job.layout
+        replicas = layout.dp_replicate, layout.fsdp * layout.tp
+        planner = self._planners.setdefault(weights_only, Planner(self._folder.group, replicas))
         asynchronous = self.settings.async_mode != "disabled"
         given: Any = nested(tensors), {"storage_writer": pending, "planner": planner}
         try:

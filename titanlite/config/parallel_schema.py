@@ -8,7 +8,6 @@ from titanlite.config.needs import (
     ACCUMULATION,
     BUDGET,
     CONTEXT,
-    DATA_PARALLEL,
     EVEN_STAGES,
     GATHERS_AGAIN,
     GATHERS_BY_GROUP,
@@ -75,7 +74,7 @@ class Parallelism(Section):
     enable_fsdp_symm_mem: Annotated[bool, Needs(SHARDING, GPU)] = False
     """Let NCCL gather through symmetric memory, with fewer or none of the GPU's cores (torch 2.14;
     see NCCL_CTA_POLICY)."""
-    fsdp_blocks_per_group: Annotated[Positive, Needs(DATA_PARALLEL)] = 1
+    fsdp_blocks_per_group: Annotated[Positive, Needs(SHARDING)] = 1
     """Blocks that share one all-gather."""
     disable_loss_parallel: Annotated[bool, Needs(TENSOR)] = False
     """Gather the logits before the loss under tensor parallel."""
@@ -83,7 +82,7 @@ class Parallelism(Section):
     """Overlap tensor parallel's communication with its matrix products."""
     defer_gradient_sync: Annotated[
         bool | Literal["replicas"],
-        Needs(DATA_PARALLEL, NO_PIPELINE, ACCUMULATION, REPLICAS),
+        Needs(SHARDING, NO_PIPELINE, ACCUMULATION, REPLICAS),
     ] = False
     """Under gradient accumulation, sum gradients over ranks once per step instead of once per
     micro-batch; "replicas" defers only the sum over replicas (HSDP), so that no unsharded gradients

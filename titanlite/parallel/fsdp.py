@@ -1,7 +1,8 @@
 """FSDP2 and HSDP: which modules share an all-gather, in which precision, and how gradients are
 summed.
 
-Replication alone ("DDP") is HSDP with a shard degree of 1: the same path, the same numbers.
+Where nothing is sharded FSDP2 is not used: cast.py casts the parameters, and replicated.py sums
+the gradients of replicas ("DDP").
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +37,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """
     job = context.job
     if not is_needed(job):
-        return []
+        return _note_replicas(job)
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
     groups: list[list[nn.Module]] = []
@@ -61,10 +62,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 
 
 def is_needed(job: Job) -> bool:
-    """Return whether any parameter is sharded, summed over replicas, or offloaded."""
-    layout = job.layout
-    sharded = layout.fsdp * layout.dp_replicate > 1 or layout.sums_experts_apart
-    return sharded or job.config.training.enable_cpu_offload
+    """Return whether any parameter is sharded or offloaded."""
+    return job.layout.max_shard_degree > 1 or job.config.training.enable_cpu_offload
 
 
 def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
@@ -76,6 +75,15 @@ def left_whole(model: nn.Module, context: Context) -> list[nn.Parameter]:
         for module in expert_modules(model, context.table).values():
             whole += module.parameters()
     return whole
+
+
+def not_summed(model: nn.Module, context: Context) -> list[nn.Parameter]:
+    """Return the parameters of a model part that FSDP2 does not sum over data-parallel ranks."""
+    if is_needed(context.job):
+        return replicated.replicated_parameters(model, context)
+    if context.job.layout.dp_replicate > 1:
+        return [*model.parameters()]
+    return []
 
 
 def _shard(
@@ -205,6 +213,15 @@ def _dimension_of_experts(
         f"expert (data_parallel_shard x context x tensor / expert parallel), but {ranks} divides "
         f"neither the {experts} experts of a rank nor the {rows} rows of each"
     )
+
+
+def _note_replicas(job: Job) -> list[str]:
+    """Describe replicas without shards for the log, if there are any."""
+    replicas = job.layout.dp_replicate
+    if replicas == 1:
+        return []
+    reduction = job.config.training.mixed_precision_reduce
+    return [f"Applied data parallel with {replicas} replicas, gradients summed in {reduction}"]
 
 
 def _note(job: Job) -> str:

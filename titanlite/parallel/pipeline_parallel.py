@@ -235,7 +235,11 @@ class Pipeline:
         return torch.empty(size, dtype=dtype, device=device, requires_grad=True)
 
     def gradients(
-        self, step: int, micro_batches: Sequence[StageInput], valid_tokens: Tensor
+        self,
+        step: int,
+        micro_batches: Sequence[StageInput],
+        valid_tokens: Tensor,
+        before_last: Callable[[], None],
     ) -> Tensor:
         """Add the gradients of (token losses / valid tokens).
 

@@ -1,9 +1,11 @@
-"""Parameters that stay whole on every data-parallel rank (parallelism.fsdp_keep_whole).
+"""Parameters that stay whole on every data-parallel rank: those of parallelism.fsdp_keep_whole, or
+all if there are only replicas ("DDP").
 
-FSDP2 ignores them; this module sums their gradients over the ranks, in one collective a step.
+FSDP2 ignores them; this module sums their gradients over the ranks, once a step.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,27 +43,105 @@ def kept_whole(job: Job, table: Mapping[str, Rule]) -> list[str]:
 
 
 def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Parameter]:
-    """Return the parameters of a model part that FSDP2 must ignore and `sum_gradients` must sum."""
+    """Return the parameters of a model part that fsdp_keep_whole keeps from FSDP2."""
     names = kept_whole(context.job, context.table)
     parameters = dict(named_parameters(model, context.table))
     return [parameters[name] for name in names if name in parameters]
 
 
-def sum_gradients(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
-) -> None:
-    """Sum the gradients of replicated parameters over the data-parallel ranks, in `dtype`."""
-    gradients = []
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # unused by this rank's tokens; other ranks sum it
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(local_part(parameter.grad))
-    if not gradients:
-        return
-    flat = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    totals = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, total in zip(gradients, totals, strict=True):
-        gradient.copy_(total.view_as(gradient))
+class GradientSum:
+    """Sums the gradients of whole parameters over data-parallel ranks, in `dtype`.
+
+    A matrix is summed in place as soon as the last backward pass has its gradient; norms and
+    biases, which are small, in one collective at the end.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+    ) -> None:
+        self._group = group
+        self._dtype = dtype
+        self._device = torch.device("cpu")
+        self._matrices: list[nn.Parameter] = []
+        """In an order that all ranks share, close to that of the backward pass."""
+        self._vectors: list[nn.Parameter] = []
+        self._ready: set[nn.Parameter] | None = None
+        """The matrices whose gradient is final; None before the last backward pass."""
+        self._started: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        """The gradients whose sums have started, what is summed, and the collectives."""
+        for parameter in reversed([*parameters]):
+            if not parameter.requires_grad:
+                continue
+            self._device = parameter.device
+            if parameter.dim() < 2:
+                self._vectors.append(parameter)
+            else:
+                self._matrices.append(parameter)
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def start(self) -> None:
+        """Sum what the next backward pass finishes."""
+        self._ready = set()
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        """Start the sums whose turn has come.
+
+        A rank may leave a parameter unused, and all ranks must sum in the same order.
+        """
+        if self._ready is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._ready.add(parameter)
+        while len(self._started) < len(self._matrices):
+            following = self._matrices[len(self._started)]
+            if following not in self._ready:
+                break
+            self._start_sum(following)
+
+    def _start_sum(self, parameter: nn.Parameter) -> None:
+        gradient = _gradient_of(parameter)
+        summed = gradient.to(self._dtype, memory_format=torch.contiguous_format)
+        work = dist.all_reduce(summed, group=self._group, async_op=True)
+        self._started.append((gradient, summed, work))
+
+    def finish(self) -> None:
+        """Sum all other gradients, and wait for all sums."""
+        parameters = [*self._matrices, *self._vectors]
+        if not parameters:
+            return
+        used = [parameter.grad is not None for parameter in parameters]
+        for parameter in self._matrices[len(self._started) :]:
+            self._start_sum(parameter)
+        ranks_using = self._sum_vectors(used)
+        for gradient, summed, work in self._started:
+            work.wait()
+            if summed is not gradient:
+                gradient.copy_(summed)
+        self._started = []
+        self._ready = None
+        if not all(used):
+            for parameter, ranks in zip(parameters, ranks_using.tolist(), strict=True):
+                if not ranks:
+                    parameter.grad = None
+
+    def _sum_vectors(self, used: list[bool]) -> torch.Tensor:
+        """Sum the gradients of vectors; return how many ranks use each parameter."""
+        gradients = [_gradient_of(parameter) for parameter in self._vectors]
+        flat = [gradient.flatten().to(self._dtype) for gradient in gradients]
+        if all(used):  # filled on the device: a copy from the host would wait
+            flat.append(torch.ones(len(used), dtype=self._dtype, device=self._device))
+        else:
+            flat.append(torch.tensor(used, dtype=self._dtype, device=self._device))
+        total = torch.cat(flat)
+        dist.all_reduce(total, group=self._group)
+        *totals, ranks_using = total.split([*(g.numel() for g in gradients), len(used)])
+        for gradient, summed in zip(gradients, totals, strict=True):
+            gradient.copy_(summed.view_as(gradient))
+        return ranks_using
+
+
+def _gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a gradient: zeros if its tokens do not use the parameter."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_part(parameter.grad)

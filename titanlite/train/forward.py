@@ -48,11 +48,16 @@ class ModelRunner(Protocol):
         """Parameters that another stage also has, and counts."""
 
     def gradients(
-        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        valid_tokens: Tensor,
+        before_last: Callable[[], None],
     ) -> Tensor:
         """Add the gradients of (sum of token losses / valid tokens).
 
-        Return this rank's part of that loss, zero without losses.
+        `before_last` is called before the last micro-batch, except in a pipeline, whose passes
+        interleave. Return this rank's part of that loss, zero without losses.
         """
 
     def evaluate(self, batch: MicroBatch, last: Loss) -> Tensor | None:
@@ -82,11 +87,18 @@ class WholeModel:
         return [self.model]
 
     def gradients(
-        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Tensor
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        valid_tokens: Tensor,
+        before_last: Callable[[], None],
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.share.device)
         for number, batch in enumerate(micro_batches):
-            self._sync(is_last=number == len(micro_batches) - 1)
+            is_last = number == len(micro_batches) - 1
+            self._sync(is_last)
+            if is_last:
+                before_last()
             self.reseed(step, number)
             with phase("forward"):
                 loss = self.loss(self.model, batch, batch.tokens) / valid_tokens

@@ -16,10 +16,10 @@ from titanlite.optim.build import TrainedParam
 from titanlite.optim.grad_norm import clip_divisor, grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.update import update
-from titanlite.parallel import replicated, tensor_parallel
+from titanlite.parallel import fsdp, tensor_parallel
 from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
-from titanlite.parallel.replicated import replicated_parameters
+from titanlite.parallel.replicated import GradientSum
 from titanlite.runtime.page import phase
 from titanlite.train.forward import ModelRunner
 
@@ -37,20 +37,18 @@ class StepRunner:
         self.config = self.context.job.config
         self.parameters = [item.parameter for item in self.trained]
         self.balance = ExpertLoad(self.model.parts, self.context)
+        whole: list[nn.Parameter] = []
+        for part in self.model.parts:
+            whole += fsdp.not_summed(part, self.context)
+        reduction = getattr(torch, self.config.training.mixed_precision_reduce)
+        self.sum = GradientSum(whole, self.context.mesh.data, reduction)
         self.after_backward = self._sums_of_gradients()
 
     def _sums_of_gradients(self) -> list[Callable[[], None]]:
         """Return what the enabled techniques do after a backward pass, in order."""
-        sums: list[Callable[[], None]] = []
+        sums = [self.sum.finish]
         if self.context.job.layout.tp > 1:
             sums.append(partial(tensor_parallel.sum_gradients, self.parameters))
-        whole: list[nn.Parameter] = []
-        for part in self.model.parts:
-            whole += replicated_parameters(part, self.context)
-        if whole:
-            reduction = getattr(torch, self.config.training.mixed_precision_reduce)
-            group = self.context.mesh.data
-            sums.append(partial(replicated.sum_gradients, whole, group, reduction))
         return [*sums, *self.model.after_backward]
 
     def forward_backward(
@@ -61,7 +59,7 @@ class StepRunner:
         Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
         """
         # At least one, so that a batch without valid tokens has a loss of 0.
-        total = self.model.gradients(step, micro_batches, valid_tokens.clamp(min=1))
+        total = self.model.gradients(step, micro_batches, valid_tokens.clamp(min=1), self.sum.start)
         for sum_gradients in self.after_backward:
             sum_gradients()
         return total
