@@ -37,6 +37,7 @@ ULYSSES = (
     "--parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ulysses"
 )
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+ACCUMULATED = "--training.global_batch_size=32"
 BY_DEFAULT = {  # what a run on one rank lacks: a key that needs it, and a value
     "without pipeline parallel": "parallelism.pipeline_parallel_microbatch_size=2",
     "without context parallel": "parallelism.context_parallel_rotate_method=ulysses",
@@ -63,7 +64,13 @@ NO_EFFECT = [  # the same, further options of the run, and ranks
     ("without data parallel", "training.mixed_precision_reduce=bfloat16", SPLIT, 2),
     ("without sharding", "parallelism.fsdp_forward_prefetch=2", REPLICAS, 2),
     ("without tensor parallel", "parallelism.disable_loss_parallel=true", "", 2),
-    ("without data parallel", "parallelism.fsdp_blocks_per_group=2", SPLIT, 2),
+    ("without sharding", "parallelism.fsdp_blocks_per_group=2", REPLICAS, 2),
+    (
+        "without sharding",
+        "parallelism.defer_gradient_sync=true",
+        f"{REPLICAS} {ACCUMULATED}",
+        2,
+    ),
     ("with pipeline parallel", "parallelism.defer_gradient_sync=true", STAGES, 4),
     ("without gradient accumulation", "parallelism.defer_gradient_sync=true", "", 2),
     (
@@ -332,5 +339,5 @@ def test_a_key_is_not_named_in_a_run_where_it_has_an_effect():
     prefetch, deferred = "parallelism.fsdp_forward_prefetch", "parallelism.defer_gradient_sync"
     # Under tensor parallel alone, each rank has a shard of the experts, or some of them.
     assert prefetch not in job([*MOE, *SPLIT.split(), f"--{prefetch}=2"], 2).no_effect
-    replicas = [REPLICAS, "--training.global_batch_size=8", f"--{deferred}=replicas"]
-    assert deferred not in job([*TINY, *replicas], 2).no_effect
+    replicas = [REPLICAS, ACCUMULATED, f"--{deferred}=replicas"]
+    assert deferred not in job([*TINY, *replicas], 4).no_effect

@@ -37,7 +37,7 @@ from tests.runs import environment, records, run
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
-from titanlite.train.loss import count_valid
+from titanlite.train.loss import count_valid, model_loss
 from titanlite.verify.pool import RankFailed
 
 FOUR_LAYERS = [*TINY, "--model.overrides.n_layers=4"]
@@ -87,11 +87,12 @@ COLLECTIVES = {  # ranks, accumulation, words
     "blocks in one group": (2, 1, GROUPED, {"gather 2": 6, "scatter 2": 4}),
     "deferred": (2, 3, f"{DEFERRED}true", {"scatter 2": GROUPS}),
     # The embedding's group has nothing left to gather; a block without its norms still gathers.
+    # One sum is the embedding's, one that of all norms.
     "kept whole": (
         2,
         3,
         SMALL,
-        {"gather 2": 3 * (GATHERS - 1), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 1},
+        {"gather 2": 3 * (GATHERS - 1), "scatter 2": 3 * (GROUPS - 1), "all_reduce 2": 2},
     ),
     "only their sum is deferred": (
         4,
@@ -99,6 +100,8 @@ COLLECTIVES = {  # ranks, accumulation, words
         f"{HSDP} {DEFERRED}replicas",
         {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS},
     ),
+    # Its 30 matrices, and all norms together.
+    "replicas": (2, 3, HSDP, {"all_reduce 2": 31}),
     "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS - 1}),
     "kept whole by replicas": (
         4,
@@ -108,7 +111,7 @@ COLLECTIVES = {  # ranks, accumulation, words
             "gather 2": GATHERS - 1,
             "scatter 2": GROUPS - 1,
             "all_reduce 2": GROUPS - 1,
-            "all_reduce 4": 1,
+            "all_reduce 4": 2,
         },
     ),
 }
@@ -121,6 +124,31 @@ def test_a_step_issues_the_collectives_of_its_settings(pool, tmp_path, name):
     if name in ("deferred", "partly resharded"):
         found = Counter({kind: found[kind] for kind in expected})
     assert found == expected
+
+
+def sums_in_the_backward_pass(argv: list[str], folder: str) -> list[int]:
+    """Return how many sums had started before each micro-batch, and after the last."""
+    run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
+    runner = run.runner
+    sums: list[int] = []
+    seen: list[int] = []
+
+    def loss(*arguments: Any) -> torch.Tensor:
+        seen.append(len(sums))
+        return model_loss(*arguments)
+
+    runner.model.loss = loss  # type: ignore[attr-defined]
+    with watching(dist, ["all_reduce"], lambda *_: sums.append(1)):
+        runner.model.gradients(1, own_batches(run), torch.tensor(1), runner.sum.start)
+        seen.append(len(sums))
+    runner.sum.finish()
+    return seen
+
+
+def test_replicas_sum_matrices_in_the_last_backward_pass(pool, tmp_path):
+    argv = [*FOUR_LAYERS, HSDP, f"--training.local_batch_size={SAMPLES // 6}"]
+    found = pool.run(sums_in_the_backward_pass, argv, str(tmp_path), world=2)
+    assert found == [[0, 0, 0, 30]] * 2
 
 
 def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):

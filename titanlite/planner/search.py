@@ -224,7 +224,8 @@ class _Model:
         if not is_kept:
             gathered += self._again
         steps = job.batch.accumulation
-        if job.config.parallelism.defer_gradient_sync is True or layout.pp > 1:
+        sums_once = job.config.parallelism.defer_gradient_sync is True
+        if sums_once or layout.pp > 1 or layout.max_shard_degree == 1:
             steps = 1
         passes = self._layers + (1 + is_full) * self._flops.blocks
         collectives = {
