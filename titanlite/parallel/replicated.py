@@ -57,11 +57,15 @@ class GradientSum:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._group = group
         self._dtype = dtype
-        self._device = torch.device("cpu")
+        self._device = device
         self._matrices: list[nn.Parameter] = []
         """In an order that all ranks share, close to that of the backward pass."""
         self._vectors: list[nn.Parameter] = []
@@ -72,7 +76,6 @@ class GradientSum:
         for parameter in reversed([*parameters]):
             if not parameter.requires_grad:
                 continue
-            self._device = parameter.device
             if parameter.dim() < 2:
                 self._vectors.append(parameter)
             else:
@@ -107,8 +110,6 @@ class GradientSum:
     def finish(self) -> None:
         """Sum all other gradients, and wait for all sums."""
         parameters = [*self._matrices, *self._vectors]
-        if not parameters:
-            return
         used = [parameter.grad is not None for parameter in parameters]
         for parameter in self._matrices[len(self._started) :]:
             self._start_sum(parameter)

@@ -41,12 +41,15 @@ class StepRunner:
         for part in self.model.parts:
             whole += fsdp.not_summed(part, self.context)
         reduction = getattr(torch, self.config.training.mixed_precision_reduce)
-        self.sum = GradientSum(whole, self.context.mesh.data, reduction)
-        self.after_backward = self._sums_of_gradients()
+        group = self.context.mesh.data
+        self.sum = GradientSum(whole, group, reduction, self.context.device)
+        self.after_backward = self._sums_of_gradients(bool(whole))
 
-    def _sums_of_gradients(self) -> list[Callable[[], None]]:
+    def _sums_of_gradients(self, any_whole: bool) -> list[Callable[[], None]]:
         """Return what the enabled techniques do after a backward pass, in order."""
-        sums = [self.sum.finish]
+        sums: list[Callable[[], None]] = []
+        if any_whole:
+            sums.append(self.sum.finish)
         if self.context.job.layout.tp > 1:
             sums.append(partial(tensor_parallel.sum_gradients, self.parameters))
         return [*sums, *self.model.after_backward]
