@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains: ./run_train.sh [--config FILE.toml …] [--section.key VALUE …]
-# Finds or makes the environment, then hands over to titanlite's launcher; nothing else.
+# Only finds or creates the environment, then runs titanlite's launcher.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run_train.sh
 set -euo pipefail
 script=${BASH_SOURCE[0]}

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 benchmarks/bandwidth.py [--mib 256] [--repeats 5]
 
-Rank 0 prints a line each. Of a collective it is the bus bandwidth, as nccl-tests define it: the
-bytes that each GPU sends or receives by its links."""
+Rank 0 prints a line for each. For a collective it is the bus bandwidth as defined by nccl-tests:
+the bytes that each GPU sends or receives over its links.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 
 def seconds(action: Callable[[], object], repeats: int) -> float:
-    """Return the mean time of an action on the GPU, after one that connects."""
+    """Return the mean time of an action on the GPU, after a first one that connects."""
     action()
     first = torch.cuda.Event(enable_timing=True)
     last = torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,5 @@
-"""titanlite beside TorchTitan 0.2.2's own trainer on fake H100s: what a step asks of a rank's GPU
-and of its host, and the allocator's peaks.
+"""Compare titanlite with TorchTitan 0.2.2's own trainer on fake H100s: what a step costs a rank's
+GPU and its host, and the allocator's peaks.
 
 Kernels compute nothing there, so that the host's time is what is left of a step. It is given as
 processor milliseconds, the least of all steps after the fifth, since the clock of a fake GPU means
@@ -38,7 +38,7 @@ SECONDS = 2400
 
 @dataclass(frozen=True)
 class Model:
-    """A model in the words of both."""
+    """A model in the terms of both programs."""
 
     ours: str
     name: str
@@ -146,7 +146,7 @@ def trace_of_rank_0(folder: Path) -> fake_gpu.Trace:
 
 
 def row_of(trace: fake_gpu.Trace) -> dict[str, Any]:
-    """Return what the steps after the warm-up asked of a rank's GPU and host."""
+    """Return what the steps after the warm-up cost a rank's GPU and host."""
     begins = []
     for place, event in enumerate(trace.events):
         if event.kind == "mark" and event.name.startswith("step "):
@@ -175,7 +175,7 @@ def row_of(trace: fake_gpu.Trace) -> dict[str, Any]:
 
 
 BYTES = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
-"""The size of each of NCCL's types."""
+"""Bytes of each of NCCL's types."""
 
 
 def main() -> None:

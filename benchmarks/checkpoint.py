@@ -38,9 +38,9 @@ from typing import Any
 from unittest.mock import patch
 
 TREE = "TITANLITE_TREE"
-"""Variable with the checkout that is measured, this one by default."""
+"""Variable with the checkout to measure, by default this one."""
 TURNS = "TITANLITE_TURNS"
-"""Variable with the file that the checkout locks whose turn it is."""
+"""Variable with the file that the checkout locks during its turn."""
 sys.path.insert(0, os.environ.get(TREE) or str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -106,7 +106,9 @@ def main() -> None:
 
 
 def against(arguments: argparse.Namespace) -> None:
-    """Print what is measured here, and of what it takes in another checkout, in rounds by turns."""
+    """Print the measurements of this checkout, and their ratios to another checkout's, in
+    alternating rounds.
+    """
     given = [f"--{name}={getattr(arguments, name)}" for name in ("ranks", "dim", "rounds")]
     command = [sys.executable, __file__, "--json", *given]
     with tempfile.NamedTemporaryFile() as turns:
@@ -167,8 +169,8 @@ def steps_beside_an_upload(rounds: int, root: str) -> None:
 
 
 def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[str, list[float]]]:
-    """Return bytes per rank, and seconds of each way by round; the first round, which makes
-    buffers, is dropped.
+    """Return bytes per rank, and seconds of each way by round, without the first round, which makes
+    buffers.
     """
     sizes = [
         f"--model.overrides.{name}"
@@ -245,7 +247,7 @@ def _bare(run: Trainer, folder: Path) -> None:
 
 
 def _bare_put(run: Trainer, tensors: list[Any]) -> None:
-    """Put the same bytes by obstore alone, one object a rank."""
+    """Put the same bytes by obstore alone, one object per rank."""
     settings = run.saver.settings
     part = settings.part_mib << 20
     path: Any = place(run.job.config.checkpoint.folder) / f"bare-{dist.get_rank()}"

@@ -1,5 +1,5 @@
-"""A layer with experts, on one rank: what routing costs, and what the grouped product gains over a
-loop.
+"""Measure a layer with experts on one rank: the cost of routing, and the gain of the grouped
+product over a loop.
 
     python benchmarks/experts.py [--tokens 2048] [--rounds 30] [--json FILE]
 
@@ -33,7 +33,7 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 
 
 class Looped(Experts):
-    """The same experts, one after the other."""
+    """The same experts, computed one after the other."""
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = zip(tokens.split(counts.tolist()), self.w1, self.w2, self.w3, strict=True)

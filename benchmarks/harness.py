@@ -1,7 +1,7 @@
-"""What the benchmarks share: the ratio of two implementations that were timed in turn in one
-process, with its confidence interval, and records of what was measured.
+"""Shared by the benchmarks: the ratio of two implementations timed in turn in one process, with its
+confidence interval, and records of measurements.
 
-Those that docs cite are in benchmarks/records, a folder for each device.
+Records that docs cite are in benchmarks/records, in a folder per device.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ WORKERS = {
     "read ahead, 2 workers": 2,
 }
 WARM_UP, MEASURED = 40, 200
-"""Batches: those before the clock starts, and those that are timed."""
+"""Numbers of batches: before the clock starts, and timed."""
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _compare_with_a_store(arguments: argparse.Namespace) -> None:
-    """Print the time of the same windows by range, in that from a folder."""
+    """Print the time of the same windows read by range, relative to those from a folder."""
     seq = arguments.seq
     ways = {"in a folder": arguments.shards, "by range": arguments.root}
     loaded = {way: list[float]() for way in ways}

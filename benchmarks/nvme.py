@@ -1,4 +1,4 @@
-"""The time of an optimizer's step with its state on a disk, and what of it is in memory.
+"""Measure an optimizer's step with its state on a disk, and the memory that the state still takes.
 
     python benchmarks/nvme.py FOLDER [--gb 1] [--steps 5]
 
@@ -26,12 +26,12 @@ from torch import nn  # noqa: E402
 from titanlite.config.schema import config_of  # noqa: E402
 from titanlite.optim.streamed import Streamed  # noqa: E402
 
-NUMEL = 8 << 20  # of a parameter, but for one that is no multiple of anything
+NUMEL = 8 << 20  # of all parameters but one, which is a multiple of nothing
 STEP = 4 << 20
 
 
 def resident() -> int:
-    """Return the bytes of this process that are in memory, its maps and shared pages too."""
+    """Return the resident bytes of this process, including maps and shared pages."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -59,7 +59,7 @@ class Peak:
 
 
 def dd(folder: str, size: int) -> tuple[float, float]:
-    """Return the seconds of writing and reading so many bytes in turn, and of both at once."""
+    """Return the seconds of writing and reading this many bytes in turn, and of both at once."""
     blocks = size // STEP
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         one, other = f"{inside}/one", f"{inside}/other"

@@ -41,7 +41,7 @@ from titanlite.verify.pool import Pool  # noqa: E402
 
 VOCAB, TOKENS = 256, 1 << 20
 SAME, SURE_STEPS = 1e-5, 100
-"""How near losses must be, and in which first steps: later, differences of rounding have grown."""
+"""How close losses must be, and in which first steps, since rounding differences grow later."""
 PRELOAD = ["titanlite.train.trainer", "torch._dynamo"]
 Times = tuple[float, float]
 """Seconds by the clock, and of the process's threads on processors."""
@@ -60,7 +60,7 @@ def since(began: Times) -> Times:
 
 
 class InTurn(Trainer):
-    """Takes a step of the plain loop before each of its own, and times both."""
+    """Takes a step of the plain loop before each of its own steps, and times both."""
 
     plain: Plain
     ours: list[Times]
@@ -111,7 +111,9 @@ def overrides(steps: int, folder: str, replicas: bool, model: str) -> list[str]:
 def in_turn(
     steps: int, folder: str, replicas: bool, model: str
 ) -> tuple[list[Times], list[Times], list[float]]:
-    """Return the times of our steps and of the plain ones, and the losses of the plain ones."""
+    """Return the times of titanlite's steps and of the plain ones, and the losses of the plain
+    ones.
+    """
     run = trainer(overrides(steps, folder, replicas, model), f"{folder}/run", kind=InTurn)
     assert isinstance(run, InTurn)
     weights = {name: full(tensor) for name, tensor in run.parts[0].state_dict().items()}
@@ -179,8 +181,8 @@ def steps_in_turn(
 def peak_by_itself(
     which: str, steps: int, folder: str, replicas: bool, model: str
 ) -> tuple[float, float]:
-    """Return the peak MiB above those before anything was built: without and with pages of
-    files.
+    """Return the growth of the peak in MiB since before anything was built, without and with pages
+    of files.
     """
     own, every, highest, ended = resident("RssAnon"), resident("VmRSS"), [0.0], threading.Event()
 

@@ -1,8 +1,9 @@
-"""Measure what the table of bubbles leaves out: python benchmarks/pipeline.py [--nap 0.04]
+"""Compare real schedules with the table of bubbles: python benchmarks/pipeline.py [--nap 0.04]
 
-Four processes have stages that only sleep (a forward pass one nap, each half of a backward pass one
-too), so two cores are enough. Printed is how long torch's schedules take, and the time that the
-closed form of the bubble predicts. Overlap of computing and sending on GPUs needs several."""
+Four processes have stages that only sleep (one nap for a forward pass and for each half of a
+backward pass), so two cores are enough. Prints how long torch's schedules take, and the time that
+the closed form of the bubble predicts. Overlap of computing and sending needs several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *
 
 
 class Nap(torch.autograd.Function):
-    """The input itself; its gradient takes a nap."""
+    """The identity, whose gradient takes a nap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -42,7 +43,7 @@ class Nap(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage without work: the gradients of its input and of its weight take a nap each."""
+    """A stage without work; the gradients of its input and of its weight take a nap each."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loop that one would write by hand, which titanlite's Trainer is measured against.
+"""A hand-written training loop, which titanlite's Trainer is compared with.
 
 python benchmarks/plain.py --flavor 1B --seq 8192 --batch 2 --steps 20 [--layers 8] [--compile]
 [--json FILE]"""
@@ -65,7 +65,7 @@ class Plain:
             self.model.load_state_dict(weights)
         blocks = list(self.model.get_submodule("layers").children())
         self.loss: Any = float32_loss
-        if compiler:  # the method, not the module: FSDP2's hooks stay out of the graph
+        if compiler:  # the method, not the module, so that FSDP2's hooks stay out of the graph
             self.loss = torch.compile(self.loss, backend=compiler)
             for block in blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True, backend=compiler)
@@ -122,12 +122,12 @@ class Plain:
 
 
 def float32_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss. Compiled, the float32 logits are in no memory."""
+    """Return the mean loss. If compiled, the float32 logits take no memory."""
     return F.cross_entropy(logits.float(), labels)
 
 
 def write_tokens(path: Path, vocab_size: int, count: int) -> None:
-    """Write random tokens: what a model learns from them does not matter."""
+    """Write random tokens, since it does not matter what a model learns from them."""
     np.save(
         path, np.random.default_rng(0).integers(vocab_size, size=count).astype(id_type(vocab_size))
     )

@@ -1,8 +1,7 @@
-"""Laws of growth: python benchmarks/scale.py [--quick] [--json FILE] prints what grows with the
-ranks.
+"""Measure what grows with the number of ranks: python benchmarks/scale.py [--quick] [--json FILE]
 
-Each law is measured with the code that a run uses, on synthetic facts of many ranks, in processor
-seconds of one thread. Nothing here knows a network, a GPU or a shared file system.
+Each row runs the code of a real run on synthetic data of many ranks, and measures processor seconds
+of one thread. Networks, GPUs and shared file systems are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def muon(ranks: int) -> dict[str, float]:
 
 
 def board(ranks: int) -> dict[str, float]:
-    """Node 0 reads the statuses of all nodes and decides; another node shows its own."""
+    """Node 0 reads the statuses of all nodes and decides; another node posts its own."""
     nodes = ranks // A_NODE
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     open_board(store, nodes)
@@ -94,7 +93,8 @@ def board(ranks: int) -> dict[str, float]:
     operations = Counting(store)
     other._show(operations, status(1))  # type: ignore[arg-type]
     exchange = min(seconds)
-    # A launcher shows it, node 0 reads it in its next exchange, another launcher reads that.
+    # A launcher posts it, node 0 reads it in its next exchange, and another launcher reads the
+    # decision.
     worst = 3 * EXCHANGE_SECONDS + 2 * exchange + POLL_SECONDS + LOOK_SECONDS
     return {
         "control plane: node 0's exchange, s": exchange,
@@ -115,12 +115,12 @@ class Counting:
 
 
 def replicas(ranks: int) -> dict[str, float]:
-    """By count: tests/parallel/test_replica_check.py holds it."""
+    """By count, which tests/parallel/test_replica_check.py checks."""
     return {"replicas: bytes of a rank (405B, HSDP or TP: 4,548 tensors)": 2 * 16 * 4548}
 
 
 def checkpoint(ranks: int) -> dict[str, float]:
-    """The manifest of 405B with AdamW, made by rank 0 and read by any."""
+    """The manifest of 405B with AdamW, made by rank 0 and read by any rank."""
     tensors = large(ranks // A_NODE, A_NODE)
     files = {rank_file(rank): File(1 << 32, 1 << 31) for rank in range(ranks)}
 
@@ -138,7 +138,7 @@ def checkpoint(ranks: int) -> dict[str, float]:
 
 
 def shards(ranks: int) -> dict[str, float]:
-    """A source of as many listed shards as ranks."""
+    """A source that lists as many shards as there are ranks."""
     listed = [{"file": f"tokens-{number:06}.bin", "tokens": 1 << 30} for number in range(ranks)]
     document = {
         "fingerprint": "x",

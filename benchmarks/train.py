@@ -41,7 +41,7 @@ def main() -> None:
 def measure(
     overrides: list[str], steps: int, timeout: float | None = None, **environ: str
 ) -> dict[str, Any]:
-    """Train and return the record; the error of a failed run has its last lines."""
+    """Train and return the record; the error of a failed run shows its last lines."""
     last = 2 * steps + TRACE_WARM_UP + TRACED
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         own = [

@@ -1,8 +1,9 @@
-"""Llama and Qwen 3 of the usual form, as in other trainers: titanlite's own models are measured
-against them.
+"""Llama and Qwen 3 in their usual form, as in other trainers, which titanlite's own models are
+compared with.
 
-The modules have nothing of titanlite but the names of their parameters, so that both models have
-the same values: complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm, SwiGLU."""
+Only the names of their parameters are titanlite's, so that both models get the same values. The
+modules use complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm and SwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Usual(nn.Module):
 
 
 def build(name: str) -> Any:
-    """Return what builds the model of this name from a flavor and a number of positions."""
+    """Return a function that builds this model from a flavor and a number of positions."""
     return lambda flavor, positions: Usual(flavor, positions, head_norms=name == "qwen3")
 
 

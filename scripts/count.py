@@ -1,10 +1,11 @@
-"""Count titanlite, by the standard library only.
+"""Count titanlite's tokens, with the standard library only.
 
     python scripts/count.py
 
 Prints the tokens of every ring and room, and of the tests. Tokens are those of Python's lexer
-without comments, docstrings, line ends and indentation, and an f-string is one, as it is to the
-lexer before Python 3.12: all Pythons count alike. A ring is a block of files in CONTRIBUTING.md."""
+without comments, docstrings, line ends and indentation. An f-string counts as one, as it did before
+Python 3.12, so all versions of Python count alike. A ring is a block of files in CONTRIBUTING.md.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 F_STRING = {"FSTRING_START": 1, "TSTRING_START": 1, "FSTRING_END": -1, "TSTRING_END": -1}
-"""How tokens of an f-string, from Python 3.12 on, change the depth of nested ones."""
+"""How the tokens of f-strings, from Python 3.12 on, change the nesting depth."""
 
 
 def source_files() -> list[Path]:
@@ -42,8 +43,9 @@ def source_files() -> list[Path]:
 def rings() -> dict[int, list[Path]]:
     """Return the files of each ring in reading order.
 
-    A line of a block in CONTRIBUTING.md names a file or a folder, and what it holds. A folder
-    stands for the files in it that no other line names."""
+    A line of a block in CONTRIBUTING.md has a file or a folder and its content. A folder stands for
+    the files in it that no other line names.
+    """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {
         int(n): block.split("\n")

@@ -1,10 +1,11 @@
-"""Print the interpreter that runs titanlite: the active one if it can, else `.venv`'s, made if
-needed.
+"""Print the interpreter that runs titanlite: the active one if it can, else that of `.venv`, which
+is created if needed.
 
     python scripts/environment.py [--dev]
 
-Uses only the standard library. When several nodes on a shared disk start at once, one makes
-`.venv`, the others wait."""
+Uses only the standard library. If several nodes on a shared disk start at once, one creates `.venv`
+and the others wait.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def main() -> None:
         python = PYTHON
         if not can_run(dev):
             with lock():
-                if not can_run(dev):  # another process may have made it while this one waited
+                if not can_run(dev):  # another process may have created it while this one waited
                     make(dev)
     print(python)
 
@@ -86,7 +87,7 @@ def run_or_fail(command: list[str], purpose: str) -> None:
 
 
 def active_can_run(dev: bool) -> bool:
-    """Return whether this interpreter finds this checkout's titanlite and all that it needs."""
+    """Return whether this interpreter finds this checkout's titanlite and all its dependencies."""
     sys.path[0] = os.devnull  # not the folder of this script
     spec = importlib.util.find_spec("titanlite")
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent.parent != ROOT:
@@ -96,8 +97,8 @@ def active_can_run(dev: bool) -> bool:
 
 
 def can_run(dev: bool) -> bool:
-    """Return whether `.venv` runs titanlite; one of others may change at any time, so it is run
-    each time.
+    """Return whether `.venv` runs titanlite; it is run each time if another program created it,
+    since that may change it.
     """
     if not made_by_others():
         return is_made(dev)
@@ -106,19 +107,19 @@ def can_run(dev: bool) -> bool:
 
 
 def made_by_others() -> bool:
-    """Return whether something else made `.venv`, such as uv, conda or an older titanlite."""
+    """Return whether another program created `.venv`, such as uv, conda or an older titanlite."""
     return PYTHON.exists() and not PLACE.exists()
 
 
 def marker(dev: bool) -> Path:
-    """Return the file that exists when `.venv` has everything that this pyproject.toml requires."""
+    """Return the file that exists once `.venv` has everything that this pyproject.toml requires."""
     version = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
     return VENV / f"titanlite-{version}{'-dev' if dev else ''}"
 
 
 def is_made(dev: bool) -> bool:
-    """Return whether `.venv` is complete; a copied or moved one runs another checkout's code, or
-    none.
+    """Return whether `.venv` is complete; a copied or moved one would run another checkout's code,
+    or none.
     """
     complete = PYTHON.exists() and (marker(dev).exists() or marker(True).exists())
     hosts = [Path(file.read_text().strip()) for file in VENV.glob(f"lib/*/site-packages/{HOST}")]
@@ -126,21 +127,21 @@ def is_made(dev: bool) -> bool:
 
 
 def this_place() -> str:
-    """Return where `.venv` is, and what it runs, such as python3.11, which an upgrade of the system
+    """Return the path of `.venv` and its interpreter, such as python3.11, which a system upgrade
     may change.
     """
     return f"{ROOT}\n{os.path.basename(os.path.realpath(PYTHON))}\n"
 
 
 def made_for() -> str:
-    """Return the place and the interpreter that `.venv` was made for; empty if an older titanlite
-    made it.
+    """Return the path and the interpreter that `.venv` was created for; empty if an older titanlite
+    created it.
     """
     return PLACE.read_text() if PLACE.exists() else ""
 
 
 def make(dev: bool) -> None:
-    """Make `.venv`, unless others did, and install titanlite in it, in place."""
+    """Create `.venv` unless another program has, and install titanlite in it, in place."""
     if made_by_others():
         if Path(sys.prefix).resolve() != VENV.resolve() and "--again" not in sys.argv[1:]:
             os.execv(
@@ -173,7 +174,7 @@ def make(dev: bool) -> None:
             "install",
             "--python",
             str(PYTHON),
-        ]  # it made an environment without pip
+        ]  # it created an environment without pip
         if not shutil.which("uv"):
             fail(f"{VENV} has no pip, and there is no uv to install with. {START_OVER}")
     command += ["-e", target]
@@ -188,7 +189,7 @@ def make(dev: bool) -> None:
 
 
 def make_empty() -> None:
-    """Make `.venv` with pip and, where the active interpreter has one, its torch."""
+    """Create `.venv` with pip and, if the active interpreter has a torch, with that."""
     try:
         import ensurepip  # noqa: F401  (Debian ships venv without it)
         import venv
@@ -220,8 +221,8 @@ def installed(module: str) -> bool:
 
 
 def show_progress(done: threading.Event, seconds: float = 5) -> None:
-    """Print how much this installation has added when it has grown, as pip is silent while it
-    unpacks PyTorch for a minute or more; before that what it downloads.
+    """Print how much this installation has added whenever it has grown, since pip is silent for a
+    minute or more while it unpacks PyTorch; before that, print what it downloads.
     """
     size, line = installed_bytes(), ""
     before = size
@@ -240,7 +241,7 @@ def last_line(file: Path) -> str:
 
 
 def installed_bytes() -> int:
-    # pip moves, writes and deletes meanwhile
+    # pip moves, writes and deletes files meanwhile
     return sum(
         size(Path(folder, name)) for folder, _, names in os.walk(site_packages()) for name in names
     )
@@ -254,8 +255,8 @@ def size(path: Path) -> int:
 
 
 def folder_of_active_torch() -> str | None:
-    """Return where the active interpreter has a torch in range, so that `.venv` need not download
-    one.
+    """Return the place of the active interpreter's torch if it is in range, so that `.venv` need
+    not download one.
     """
     try:
         torch = distribution("torch")
@@ -269,9 +270,7 @@ def folder_of_active_torch() -> str | None:
 
 
 def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the first torch version that pyproject.toml's dependency allows, and the first that it
-    excludes.
-    """
+    """Return the first torch version that pyproject.toml allows, and the first that it excludes."""
     limits = re.search(
         r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()
     )

@@ -1,7 +1,10 @@
-"""First light: what a machine with GPUs shows of titanlite in ten minutes, as a Markdown table.
+"""First light: check and measure titanlite on a machine with GPUs in ten minutes, and print a
+Markdown table.
 
-Each row is a command with a time limit of its own; the rows after one that fails run too. A row is
-"ok" if its command ends as it should and prints what it should. Whole outputs are kept in files."""
+Each row is a command with its own time limit; the rows after a failed one run, too. A row is "ok"
+if its command ends with the expected code and prints the expected output. Complete outputs are kept
+in files.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +31,28 @@ QUIET = (
     "--metrics.no_enable_tensorboard --training.mixed_precision_param=bfloat16"
 ).split()
 UNPLANNED_GIB = 0.15
-"""Most that a step may take beside what was planned: cuBLAS's workspaces, and rounding."""
+"""Most memory that a step may take besides the plan: cuBLAS's workspaces, and rounding."""
 FAILED = 1
-"""titanlite's exit code of a run that failed."""
+"""titanlite's exit code for a failed run."""
 DOES_NOT_FIT = 2
-"""titanlite's exit code of a plan that does not fit into the GPU it is for."""
+"""titanlite's exit code for a plan that does not fit its GPU."""
 MOST_CHARACTERS = 300
-"""Of an error in the table; the whole output is in a file."""
+"""Characters of an error in the table; the complete output is in a file."""
 END_SECONDS = 10
-"""A command that is asked to end has so long for it."""
+"""Seconds that a command has to end after a request."""
 
 
 @dataclass
 class Row:
-    """A command, and what it has to show."""
+    """A command, and what it must show."""
 
     name: str
     seconds: float
     argv: list[str]
     find: Callable[[str, Path], str]
-    """Returns what the output and the run's folder show; raises ValueError if it is missing."""
+    """Returns the result found in the output and the run's folder; raises ValueError if it is
+    missing.
+    """
     code: int = 0
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -108,7 +113,7 @@ def last_step(folder: Path) -> dict[str, float]:
 
 
 def resumed(out: str, folder: Path) -> str:
-    """Return the loss at the end of a run, which must be that of a resume from its middle."""
+    """Return the final loss of a run, which must equal that of a resume from its middle."""
     shows("resumed step 3")(out, folder)
     losses = []
     for name in ("whole.jsonl", "metrics.jsonl"):
@@ -170,13 +175,13 @@ def recorded(gpus: int) -> Callable[[str, Path], str]:
 
 
 def checks(machine: Machine) -> Iterator[Row]:
-    """Yield the rows in which titanlite is right or wrong."""
+    """Yield the rows that check correctness."""
     network = r"all-reduce over ([^\n]+)|nothing looks wrong|warning: "
     versions = r"torch [^\s,]+", r"NCCL \S+ by \w+", network
     yield Row("versions", 60, [*TITANLITE, "doctor", *machine.package], shows(*versions))
     copies = [*TORCHRUN, f"--nproc-per-node={machine.gpus}", "benchmarks/bandwidth.py"]
     yield Row("bandwidths", 60, copies, bandwidths)
-    # Where there are fewer GPUs, ranks share them.
+    # If there are fewer GPUs, ranks share them.
     verify = [*TITANLITE, "verify", "--device=cuda", f"--ranks={max(4, machine.gpus)}"]
     verify += machine.package
     yield Row("verify", 240, verify, verified)
@@ -193,7 +198,7 @@ def checks(machine: Machine) -> Iterator[Row]:
         twice = ["sh", "-c", f'"$@" && {forget} && "$@"', "FOLDER", *train, *options]
         yield Row(name, 60, twice, resumed)
     if find_spec("pytest"):
-        # These words select the tests that are eager, on one GPU.
+        # These words select the eager tests on one GPU.
         tests = "tests/train/test_waiting.py -q -p no:cacheprovider -k".split()
         command = [sys.executable, "-m", "pytest", *tests, "synchronizes and False"]
         yield Row("no waits in a step", 90, command, shows(r"\d+ passed|^\.+ "))
@@ -260,7 +265,7 @@ def techniques(gpus: int) -> dict[str, list[str]]:
 
 
 def torchtitan(machine: Machine) -> Iterator[Row]:
-    """Yield the debug model with TorchTitan's own trainer, where it is there with its configs."""
+    """Yield the debug model with TorchTitan's own trainer, if it is installed with its configs."""
     found = find_spec("torchtitan")
     if not found or not found.submodule_search_locations:
         return
@@ -268,14 +273,14 @@ def torchtitan(machine: Machine) -> Iterator[Row]:
     config = checkout / "torchtitan/models/llama3/train_configs/debug_model.toml"
     if config.exists():
         launcher = [*TORCHRUN, f"--nproc-per-node={machine.gpus}"]
-        # Its configs name files by paths from its checkout.
+        # Its configs name files relative to its checkout.
         words = f"-m torchtitan.train --job.config_file {config} --training.steps=10".split()
         command = ["env", f"--chdir={checkout}", *launcher, *words]
         yield Row("TorchTitan, debug model", 90, command, shows(r"(?s:.*)(tps: [^\n]+)"))
 
 
 def run(row: Row, limit: float, folder: Path) -> tuple[bool, str]:
-    """Run a row in a folder of its own; return whether it is as it should be, and what it shows."""
+    """Run a row in its own folder; return whether it is ok, and what it shows."""
     folder.mkdir(parents=True)
     argv = [word.replace("FOLDER", str(folder)) for word in row.argv]
     with (folder / "output.txt").open("w+", encoding="utf-8", errors="replace") as out:
@@ -310,7 +315,7 @@ def reason(text: str) -> str:
 
 
 def ends(process: subprocess.Popen, limit: float) -> bool:
-    """Wait for a command; return whether it ended by itself. What it has started ends with it."""
+    """Wait for a command; return whether it ended by itself. Its child processes end with it."""
     in_time = True
     try:
         process.wait(limit)
@@ -351,7 +356,7 @@ def table(rows: list[Row], seconds: float, folder: Path) -> tuple[bool, list[str
 
 
 def main() -> int:
-    """Run the rows and print the table; return 0 if all are as they should be."""
+    """Run the rows and print the table; return 0 if all are ok."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -381,7 +386,7 @@ def main() -> int:
     for row in rows:
         row.seconds *= given.patience
     passed, lines = table(rows, given.seconds, folder)
-    name = torch.cuda.get_device_name(0)  # not before: this process would take GPU memory
+    name = torch.cuda.get_device_name(0)  # not earlier, since this process would take GPU memory
     lines = [f"{gpus} x {name}, torch {torch.__version__}", "", *lines]
     for module in ("torchtitan", "pytest"):
         if not find_spec(module):

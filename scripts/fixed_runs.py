@@ -3,7 +3,7 @@ norms in full.
 
     python scripts/fixed_runs.py > before.txt       # and after a change: the two files are equal
 
-A change that should not alter numbers is proved by it. About two minutes on two cores.
+Equal files prove that a change does not alter numbers. About two minutes on two cores.
 """
 
 import json

@@ -1,11 +1,12 @@
 """Train every causal language model of the installed transformers: python
 scripts/huggingface_table.py [--only llama,mamba2] [--out FILE.jsonl] [--table].
 
-A small instance of each class takes two steps on 2 ranks with recomputation, is saved, resumes on
-1 rank for two more, and is compared with four steps on 1 rank (SGD: a wrong scale shows). Its
-folder is written and read by transformers, and the logits compared. What the probe saw of the class
-is in the table too. Results are appended to the file as they come, and a later run continues;
---table prints them for models/transformers/README.md."""
+A small instance of each class takes two steps on 2 ranks with recomputation, is saved, resumes on 1
+rank for two more, and is compared with four steps on 1 rank (SGD: a wrong scale shows). Its folder
+is written and read by transformers, and the logits compared. The table also has the probe's answers
+about the class. Results are appended to the file as they come, and a later run continues; --table
+prints them for models/transformers/README.md.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +50,15 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "xmod": {"default_language": "en_XX"},
 }
-"""Keys of classes whose default config makes no model, or none that runs."""
+"""Keys for classes whose default config builds no model, or none that runs."""
 DECODER = {"is_decoder": True, "is_encoder_decoder": False}
-"""With these, a class of an encoder, or of an encoder and a decoder, is a decoder alone."""
+"""With these, an encoder or encoder-decoder class becomes a decoder."""
 ANSWERS = ("documents", "chunks", "compiles")
-"""Of the class's probe: "yes", or a reason why not."""
+"""Questions of the class's probe; the answers are "yes" or the reason why not."""
 BOUND = 1e-5
-"""Of a parameter after four steps in float32; scans and norms inside a class are in float32 too."""
+"""Largest error of a parameter after four steps in float32; scans and norms inside a class are in
+float32, too.
+"""
 
 
 def job_of(kind: str, overrides: dict[str, Any], argv: list[str], world: int) -> Job:
@@ -126,7 +129,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(kind: str, pool: Pool) -> dict[str, str]:
-    """Return what was seen of one class, by column; a reason under "why" ends it."""
+    """Return the results for one class, by column; a reason under "why" ends them."""
     from titanlite.models.transformers import as_json
     from titanlite.models.transformers.probe import probe
 

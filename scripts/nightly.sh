@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What is worth a schedule: ./scripts/nightly.sh [MINUTES of each soak, 20 by default [STEP ...]]
-# The tests marked nightly (commands of the README and the tutorials), 200 drawn plans (half of them compared with whole
-# rehearsals, half with processes), everything that compiles for fake GPUs, the rest of verify's rows, soaks, and
-# an installation of the wheel with nothing but what it declares.
+# The nightly checks: ./scripts/nightly.sh [MINUTES of each soak, 20 by default [STEP ...]]
+# The tests marked nightly (commands of the README and the tutorials), 200 random plans (half of them compared with
+# whole rehearsals, half with processes), everything that compiles for fake GPUs, the rest of verify's rows, soaks, and
+# an installation of the wheel with only its declared dependencies.
 # scripts/nightly.txt is the record of each step's last run, in their order: it is committed.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,7 +33,7 @@ step() {  # NAME COMMAND …
     cp "$logs/record" "$record"
 }
 
-# With no package that is not declared; called by its name.
+# With declared packages only; called by its name.
 # shellcheck disable=SC2329
 from_wheel() {
     "$python" -m build --outdir "$logs/dist" . && "$python" -m venv "$logs/venv" &&

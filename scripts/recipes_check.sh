@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the recipes for schedulers with these schedulers' own packages: ./scripts/recipes_check.sh [pytest arguments]
-# The packages (730 MB) have an environment of their own, .venv-recipes, which falls back on the one of the tests:
+# The packages (730 MB) are in a separate environment, .venv-recipes, which falls back on that of the tests, because
 # SkyPilot 0.14 pins a click that huggingface-hub 2 and wandb refuse.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,7 +1,8 @@
-"""What mkdocs.yml needs beside docs/: the README is the first page, and pages of the root are pages
-of the site.
+"""Add pages outside docs/ to the site: the README becomes its first page, and other pages of the
+root join it.
 
-A link to a file that is no page keeps its text only: the site may be read without the repository.
+A link to a file that is not a page is replaced by its text, since the site may be read without the
+repository.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 _MORE = "CONTRIBUTING.md AGENTS.md CHANGELOG.md SECURITY.md".split()
 PAGES = {"README.md": "index.md"} | {page: page for page in _MORE}
-"""Files of the repository by their name in the site; docs/ is its root."""
+"""Files of the repository by their name in the site, whose root is docs/."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -25,7 +26,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Let the links of a page lead to pages of the site."""
+    """Make the links of a page lead to pages of the site."""
     sources = {name: source for source, name in PAGES.items()}
     own = ROOT / sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 

@@ -1,16 +1,16 @@
-"""Train under random faults for a while; at the end the weights must be those of a run that met
-none.
+"""Train under random faults for a while; the final weights must equal those of a run without
+faults.
 
     python scripts/soak.py --minutes 30 [--seed 0]
     python scripts/soak.py --matrix    every fault of a rank in every phase, a run each, as a table
 
 Four ranks on the CPU, dp 2 x tp 2. Every start of the launcher meets up to three faults of a rank
-in random phases, each of which it must restart from by itself, and is then ended: by a signal to
-the launcher or to a rank (which must save the step that it stops at), by SIGKILL of the launcher,
-or by a full disk (where this user may mount one). Before some starts a byte of the newest
-checkpoint is flipped. Gradients that are not finite or too large are in the course of training: the
-undisturbed run skips the same steps. The last line is the result; the exit code is 1 if anything
-was lost."""
+in random phases, from each of which it must restart by itself. Then it is ended by a signal to the
+launcher or to a rank (which must save the last step), by SIGKILL of the launcher, or by a full disk
+(if this user may mount one). Before some starts a byte of the newest checkpoint is flipped.
+Gradients that are not finite or too large occur in the undisturbed run, too, which skips the same
+steps. The last line is the result; the exit code is 1 if anything was lost.
+"""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ COURSE = ",".join(
     f"{'nan' if step % 300 else 'spike'}:gradient norm:1:{step}:*"
     for step in range(150, 20_000, 150)
 )
-"""What every run meets, and skips."""
+"""The bad steps that every run meets, and skips."""
 
 
 @dataclass
 class Fault:
-    """What a rank meets in one attempt."""
+    """A fault that a rank meets in one attempt."""
 
     kind: str
     phase: str
@@ -102,7 +102,7 @@ class Fault:
 
 
 def fault_after(step: int, kind: str, phase: str, rank: int, chance: random.Random) -> Fault:
-    """Return a fault soon after a step, where its phase occurs; the start has no step."""
+    """Return a fault soon after a step at which its phase occurs; the start has no step."""
     if phase in ("start", "load"):
         return Fault(kind, phase, rank, 0)
     step += chance.randint(2, INTERVAL)
@@ -115,7 +115,7 @@ def fault_after(step: int, kind: str, phase: str, rank: int, chance: random.Rand
 
 
 class Soak:
-    """A run through many starts, in one folder."""
+    """A run with many starts in one folder."""
 
     def __init__(self, folder: LocalPath, seed: int) -> None:
         self.folder, self.chance = folder, random.Random(seed)
@@ -130,7 +130,7 @@ class Soak:
         return max(committed(self.root), default=0)
 
     def round(self) -> None:
-        """Start, meet faults, end; note the losses."""
+        """Start, meet faults, end, and note the losses."""
         if self.newest() > INTERVAL and self.chance.random() < 0.25:
             self.flip_a_byte()
         before = step = self.newest()
@@ -222,7 +222,7 @@ class Soak:
         self.met["flipped byte"] += 1
 
     def finish(self) -> None:
-        """Train on to a last step without faults, and compare with a run that met none."""
+        """Continue to a last step without faults, and compare with a run that met none."""
         last = self.newest() + 2 * INTERVAL
         straight = Soak(self.folder.parent / "straight", 0)
         try:
@@ -238,7 +238,7 @@ class Soak:
             straight.close()
 
     def compare(self, straight: Soak, last: int) -> None:
-        """Note what differs from the undisturbed run after its last step."""
+        """Note the differences from the undisturbed run after its last step."""
         found, expected = (load_tensors(step_folder(run.root, last)) for run in (self, straight))
         if wrong := [name for name in expected if not torch.equal(found[name], expected[name])]:
             self.lost.append(
@@ -257,8 +257,8 @@ class Soak:
 
 
 def _reached(step: int, out: Path) -> bool:
-    """Whether this start, rather than one before it, has taken a step: rank 0's log is in its
-    output.
+    """Whether this start, rather than an earlier one, has taken a step, judging by rank 0's log in
+    its output.
     """
     return any(
         int(number) >= step
@@ -267,7 +267,7 @@ def _reached(step: int, out: Path) -> bool:
 
 
 def matrix(folder: LocalPath, kinds: Iterable[str], phases: Iterable[str]) -> int:
-    """Meet every fault in every phase once, on a rank that restarts by itself; print a table."""
+    """Meet every fault in every phase once, with a restart after each, and print a table."""
     straight, failures = Soak(folder / "straight", 0), 0
     straight.run([], 4 * INTERVAL)
     expected = load_tensors(step_folder(straight.root, 4 * INTERVAL))
@@ -297,7 +297,7 @@ def matrix(folder: LocalPath, kinds: Iterable[str], phases: Iterable[str]) -> in
 
 
 def is_named(fault: Fault, out: str) -> bool:
-    """Whether the output names the rank, and of a hang the phase."""
+    """Whether the output names the rank, and for a hang also the phase."""
     if fault.kind in ("raise", "kill"):
         return f"rank {fault.rank} on" in out and "failed first" in out
     where = fault.phase
@@ -314,7 +314,8 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", default=OF_A_RANK, choices=OF_A_RANK)
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through what stops the run and unmounts
+    # Through the code that stops the run and unmounts the disk.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if arguments.matrix:
             failures = matrix(LocalPath(folder), arguments.kinds, arguments.phases)

@@ -9,10 +9,10 @@ Two ranks on the CPU save every other step. In three rounds of four a rank is ki
 failpoint of a save, otherwise at a random moment; all rounds use one folder, which is watched all
 the time. Then everything is compared bit for bit with a run that was never killed; a save of 60 s
 meets a training timeout of 20 s; 50 saves on four ranks must not grow the memory; and state saved
-on each of eight layouts loads on all of them. With --root only the rounds are run; the place must
-be empty, and the store is that of the environment; for s3:// moto's server on loopback where it
-names no AWS_ENDPOINT_URL. The last line is the result, and the exit code is 1
-if anything failed."""
+on each of eight layouts loads on all of them. With --root only the rounds are run, in an empty
+place of the environment's store (for s3:// moto's server on loopback, unless AWS_ENDPOINT_URL is
+set). The last line is the result, and the exit code is 1 if anything failed.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _rounds(
     failures, began = [], time.monotonic()
     for number in numbers:
         plan = planned(seed, number)
-        if bucket.url and plan.point == "half a manifest":  # a file's, not an object's
+        if bucket.url and plan.point == "half a manifest":  # an object is never half written
             continue
         wrong = soak.round(plan)
         if wrong:
@@ -134,7 +134,7 @@ def _memory(folder: LocalPath) -> list[str]:
     pool = Pool(4, preload=["titanlite.train.trainer"])
     ranks = pool.run(memory_of_saves, 50, str(folder / "memory"), timeout=900)
     pool.close()
-    # Single readings differ by 3 % from each other.
+    # Single readings differ by 3 %.
     growth = [median(found[-15:]) / median(found[10:25]) - 1 for found in ranks]
     print(
         "50 saves on 4 ranks: memory of the last 15 against the 15 after the tenth "

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks: ./scripts/test.sh [--all] [pytest arguments]
-# --all adds the tests that are marked long. With other arguments only pytest runs, and gets them.
+# --all adds the tests marked long. Other arguments are passed to pytest, and then only pytest runs.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$here/scripts/python.sh"
@@ -13,5 +13,5 @@ fi
 "$python" -m ruff check --output-format concise .
 "$python" -m ruff format --check .
 "$python" -m pyrefly check --output-format min-text
-# Several files at a time, with one pool of ranks each: tests wait, too.
+# Several files at a time, with one pool of ranks each, since tests also wait.
 exec "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"

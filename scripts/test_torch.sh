@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests on another torch: ./scripts/test_torch.sh VERSION [pytest arguments], e.g. 2.11.0 --all
-# PYTHON=python3.12 picks another Python. The environment, .venv-torch-VERSION, is made once (up to 8 GB).
+# PYTHON=python3.12 picks another Python. The environment, .venv-torch-VERSION, is created once (up to 8 GB).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ $# -eq 0 ]; then

@@ -29,10 +29,10 @@ COMMANDS = {
     "checkpoint": ("titanlite.tools.checkpoint", "inspect, export and import checkpoints"),
     "generate": ("titanlite.tools.generate", "generate text from a checkpoint"),
     "evaluate": ("titanlite.tools.evaluate", "compute the loss of a checkpoint on any data set"),
-    "init": ("titanlite.tools.init", "start a project: a model with its table, config and proof"),
+    "init": ("titanlite.tools.init", "start a project: a model with its table, config and test"),
     "tour": (
         "titanlite.tools.tour",
-        "train, kill, resume on another mesh, export: the promises in 3 minutes",
+        "train, kill, resume on another mesh and export a run in 3 minutes",
     ),
     "verify": ("titanlite.verify.command", "compare training on every mesh with one process"),
     "plan": (
@@ -139,7 +139,7 @@ class _Page(argparse.RawDescriptionHelpFormatter):
 
 
 def wrap(text: str, width: int) -> str:
-    """Wrap the paragraphs of a text; indented lines and examples stay as they are."""
+    """Wrap the paragraphs of a text, but not indented lines and examples."""
     text = re.sub(r"(?<=\S)\n(?=\S)(?!example)", " ", text)
     return re.sub(
         "(?m)^(?! |example).+",

@@ -1,4 +1,5 @@
-"""For TorchTitan's experimental.custom_import: a model of TITAN_MODEL's sizes with marked steps.
+"""For TorchTitan's experimental.custom_import: a model with the sizes in TITAN_MODEL, and marked
+steps.
 
 Its tokens are random, and its attention is FlashAttention, since a fake GPU has no cuDNN."""
 

@@ -1,5 +1,6 @@
-"""Marks each step of titanlite's or TorchTitan's trainer in the trace of a fake GPU, with the time
-that this process has computed."""
+"""Mark each step of titanlite's or TorchTitan's trainer in the trace of a fake GPU, with the
+processor time of this process.
+"""
 
 import time
 from typing import Any

@@ -1,6 +1,6 @@
 """Layers that several models share, without any parallelism.
 
-Models' tables import this file, so no torch here.
+Models' tables import this file, so it imports no torch.
 """
 
 from dataclasses import dataclass

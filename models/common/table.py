@@ -1,6 +1,6 @@
 """Rows that the tables of Llama and similar models share.
 
-No torch here.
+Imports no torch.
 """
 
 from dataclasses import replace

@@ -45,7 +45,7 @@ _NEEDED = {
     "buffers": ("model.name", "its buffers are not restored"),
     "causal": ("model.name", "it sees later tokens, so it is no causal model"),
 }
-"""By question of the probe: the key that needs a "yes", and what is wrong otherwise."""
+"""For each question of the probe, the key that needs a "yes", and the fault otherwise."""
 
 
 def _tiny(kind: str, sizes: Mapping[str, int], **more: int) -> Any:

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Several hosts on one Linux machine, for programs that run on a cluster: each has its own network and host name.
-#   namespaces.sh up N             make node0 to node(N-1), 10.77.0.1 and so on, joined by a switch; again: made anew
+#   namespaces.sh up N             create node0 to node(N-1), 10.77.0.1 and so on, joined by a switch; replaces old ones
 #   namespaces.sh run HOST CMD…    run a command there; it keeps this process id, so a signal reaches it
-#   namespaces.sh cut HOST         pull its cable: packets are lost, nobody is told
+#   namespaces.sh cut HOST         pull its cable: packets are lost without notice
 #   namespaces.sh heal HOST        put it back
 #   namespaces.sh slow HOST RATE   send and receive at most RATE, such as 100mbit
-#   namespaces.sh fast HOST        at full speed again
+#   namespaces.sh fast HOST        send and receive at full speed again
 #   namespaces.sh kill HOST        SIGKILL all its processes and cut its network, as a power failure does
-#   namespaces.sh down             kill what still runs on the hosts and remove them
+#   namespaces.sh down             kill all processes on the hosts and remove them
 # The hosts share this machine's files, as over a network file system. Needs root, ip and tc (iproute2). Another
-# PREFIX makes other hosts beside these. Nothing leaves them: not even this machine is on their network.
+# PREFIX creates other hosts next to these. They are isolated: not even this machine is on their network.
 set -Eeuo pipefail
 prefix=${PREFIX:-titanlite}
 network=10.77.0
@@ -35,14 +35,14 @@ up() {
     [[ ${1:-} =~ ^[1-9][0-9]?$ ]] || fail "up N: N is the number of hosts, from 1 to 99"
     down
     trap down ERR
-    # The switch has a namespace of its own: its ports cannot clash with this machine's interfaces or addresses.
+    # The switch has its own namespace, so that its ports cannot clash with this machine's interfaces or addresses.
     ip netns add "$prefix-switch"
     switch ip link add bridge type bridge
     switch ip link set bridge up
     local i name
     for ((i = 0; i < $1; i++)); do
         name=$prefix-node$i
-        # Without its own names each connection waits for a name server that is not there, 15 s in a trial.
+        # Without its own names each connection waits for a missing name server, 15 s in a trial.
         mkdir -p "/etc/netns/$name"
         echo "options timeout:1 attempts:1" >"/etc/netns/$name/resolv.conf"
         { echo "127.0.0.1 localhost" && seq -f "$network.%g" 1 "$1" | awk '{ print $1, "node" NR - 1 }'; } >"/etc/netns/$name/hosts"

@@ -4,9 +4,9 @@ worker per GPU.
     ray job submit --working-dir . -- python scripts/ray/train.py --nodes 2 --gpus 8 -- \
 --config llama_8b.toml
 
-Exits with the code of the run. `ray job stop` stops it on request: it saves first, if
-RAY_JOB_STOP_WAIT_TIME_S, which is 3 unless `ray start` found it set, is more than
-fault.grace_seconds."""
+Exits with the code of the run. `ray job stop` is a stop request: the run saves first if
+RAY_JOB_STOP_WAIT_TIME_S (3 unless it was set at `ray start`) is more than fault.grace_seconds.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def main() -> int:
     parser.add_argument("arguments", nargs="*", help="those of titanlite train, after --")
     options = parser.parse_args()
     ray.init()
-    # Ray replaces no actor that is lost, and need not: the launchers restart their workers
+    # Ray does not replace lost actors, and need not, since the launchers restart their workers
     # (fault.min_nodes).
     share = {"CPU": options.cpus, "GPU": options.gpus}
     group = placement_group(
         [share] * options.nodes, strategy="STRICT_SPREAD"
-    )  # each on a node of its own
+    )  # each on its own node
     ray.get(group.ready())
-    # Two calls at a time: `stop` comes while `run` waits.
+    # Two calls at a time, since `stop` is called while `run` waits.
     actor = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus, max_concurrency=2)(Node)
     places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(options.nodes)]
     nodes = [actor.options(scheduling_strategy=place).remote() for place in places]

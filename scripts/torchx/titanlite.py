@@ -1,7 +1,8 @@
 """A TorchX component: one launcher per node, which starts one worker per GPU.
 
-TorchX ignores exit codes: it starts a run again whatever ended it, three times. Under SLURM its
---kill-on-bad-exit may cut short a save of the last nodes, which scripts/slurm/train.slurm does not.
+TorchX ignores exit codes and starts a run again whatever ended it, up to three times. Under SLURM
+its --kill-on-bad-exit may cut short a save of the last nodes, which scripts/slurm/train.slurm does
+not.
 
     torchx run -s slurm scripts/torchx/titanlite.py:train --nodes 2 -- --config llama_8b.toml
     torchx run -s kubernetes -cfg queue=default scripts/torchx/titanlite.py:train --image IMAGE -- \
@@ -38,6 +39,6 @@ def train(
         num_replicas=nodes,
         resource=specs.Resource(cpu=cpus, gpu=gpus, memMB=gib << 10),
         max_retries=3,
-        retry_policy=specs.RetryPolicy.APPLICATION,  # all nodes: they stop together too
+        retry_policy=specs.RetryPolicy.APPLICATION,  # all nodes, since they also stop together
     )
     return specs.AppDef(name="titanlite", roles=[role])

@@ -62,12 +62,12 @@ def test_a_base_is_named_found_where_it_was_moved_and_not_taken_for_other_weight
     says(begun(again, tuned.with_name("again"))["log"], f"reads the base from {named}: keep it")
     for command in ("verify", "ls"):
         assert cli.main(["checkpoint", command, str(tuned)]) == 0
-        says(capsys.readouterr().out, f"its base, {named}, is there")
+        says(capsys.readouterr().out, f"its base, {named}, exists")
     assert cli.main(["checkpoint", "cp", str(tuned), str(tuned.with_name("copy"))]) == 0
     says(capsys.readouterr().out, f"its base stays in {named}")
     base.rename(moved)
     assert cli.main(["checkpoint", "verify", str(tuned)]) == 0
-    says(capsys.readouterr().out, f"its base, {named}, is NOT there")
+    says(capsys.readouterr().out, f"its base, {named}, is MISSING")
     with refused(named, f"{base}/checkpoint"):
         load(tuned)
     with refused(named, f"{tuned.parent} has no {named.name}"):
@@ -84,7 +84,7 @@ def test_a_base_is_named_found_where_it_was_moved_and_not_taken_for_other_weight
     says(capsys.readouterr().out, f"{named}, fingerprint ")
     train([*SAVED, "--debug.seed=7"], base)
     argv = [*TUNED, f"--checkpoint.initial_load_path={base}/checkpoint", "--training.steps=5"]
-    with refused(f"{base}/checkpoint", "of the fingerprint", kind=RankFailed):
+    with refused(f"{base}/checkpoint", "has the fingerprint", kind=RankFailed):
         train(argv, tuned)
     assert cli.main([*export, str(tuned / "c")]) == 2
     assert not (tuned / "c").exists()

@@ -156,7 +156,7 @@ def changed(url: str, name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "named"),
-    sample([("edited", "ETag"), ("longer", "9,028"), ("gone", "not there")], ("edited", "ETag")),
+    sample([("edited", "ETag"), ("longer", "9,028"), ("gone", "not exist")], ("edited", "ETag")),
 )
 def test_a_shard_that_changes_under_a_run_is_named_and_stops_it(shards, how, named):
     source = opened(shards)

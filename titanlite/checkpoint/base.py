@@ -1,7 +1,7 @@
 """The base of adapters: frozen weights that a checkpoint names but does not contain.
 
-A name is not enough, since a folder may be overwritten with other weights. So the checkpoint has a
-fingerprint of the base's files, which is compared when the base is read.
+A name is not enough, since a folder may be overwritten with other weights. So the checkpoint
+contains a fingerprint of the base's files, which is compared when the base is read.
 """
 
 import zlib
@@ -78,8 +78,8 @@ class BaseWeights:
         found = fingerprint(self.folder, group)
         if found != base.fingerprint:
             raise UserError(
-                f"{self.folder} has files of the fingerprint {found}, and the adapters were "
-                f"trained with {base.fingerprint}: name the folder of those in {_KEY}"
+                f"{self.folder} has the fingerprint {found}, but the adapters were trained with "
+                f"{base.fingerprint}: name the folder with that one in {_KEY}"
             )
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ def _find(base: Base, given: str) -> Place:
     elif given:
         also = f", and {given} does not exist"
     raise UserError(
-        f"the adapters were trained with the weights of {base.folder}, which are not there{also}: "
+        f"the adapters were trained with the weights of {base.folder}, which are gone{also}: "
         f"name their folder in {_KEY}"
     )
 

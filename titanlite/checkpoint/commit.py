@@ -60,7 +60,7 @@ class Content:
     """On rank 0, makes the files next to the tensors from the payloads of all ranks."""
     weights_only: bool
     confirm: Callable[[], object] = object
-    """On rank 0, raises if the run must not commit any more."""
+    """On rank 0, raises if the run must no longer commit."""
     run: str = ""
     """The name of the run, in a bucket."""
     base: Base | None = None

@@ -61,9 +61,9 @@ def latest_verified(
         log.warning(f"skipping checkpoint: {few_of(problems, 4, '; ')}")
     if steps:
         raise UserError(
-            f"no checkpoint in {root} can be resumed, and there are {len(steps)} (the log names "
-            "the faults of each): start a new run in another job.dump_folder, or name one of them "
-            "in checkpoint.initial_load_path"
+            f"none of the {len(steps)} checkpoints in {root} can be resumed (the log names the "
+            "faults of each): start a new run in another job.dump_folder, or name one of them in "
+            "checkpoint.initial_load_path"
         )
     return None
 
@@ -191,9 +191,9 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     found = list(differences(saved, wanted, loaded))
     if found:
         raise UserError(
-            f"{folder} does not fit this run; nothing was loaded. A new run: give another "
+            f"{folder} does not fit this run; nothing was loaded. For a new run, give another "
             "job.dump_folder, and checkpoint.initial_load_path to start from weights that fit. "
-            "This run: list the exceptions in checkpoint.exclude_from_loading:"
+            "For this run, list the exceptions in checkpoint.exclude_from_loading:"
             f"{some_of(found, 4)}"
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name in loaded}

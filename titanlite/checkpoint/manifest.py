@@ -1,7 +1,8 @@
 """Committed checkpoint folders: their content, whether they are complete, and which may be deleted.
 
-No torch and no process group, so that the launcher and a laptop can read what any mesh wrote.
-Nothing is unpickled: the manifest, which is JSON with a checksum, tells where tensors are.
+Imports no torch and needs no process group, so that the launcher and a laptop can read what any
+mesh wrote. Nothing is unpickled: the manifest, which is JSON with a checksum, tells where tensors
+are.
 """
 
 import json
@@ -149,9 +150,9 @@ def committed(root: Place) -> list[int]:
 
 
 FOREIGN = (
-    "a checkpoint in torch's DCP format, as TorchTitan writes. A run starts from it by "
-    "--checkpoint.initial_load_path {}, and continues with its optimizer and step by "
-    "--checkpoint.no_initial_load_model_only too (docs/from-torchtitan.md)"
+    "a checkpoint in torch's DCP format, as TorchTitan writes. To start from it: "
+    "--checkpoint.initial_load_path {}; to continue with its optimizer and step, add "
+    "--checkpoint.no_initial_load_model_only (docs/from-torchtitan.md)"
 )
 
 
@@ -185,8 +186,8 @@ def read_manifest(folder: Place, outline: bool = False) -> Manifest:
             raise CorruptCheckpoint(f"{folder}: {FOREIGN.format(folder)}") from None
         if is_torn(folder):
             raise CorruptCheckpoint(
-                f"{folder} is not a complete checkpoint: torch's DCP was writing it and did not "
-                f"end, there is no {DCP_METADATA}; name an earlier step"
+                f"{folder} is not a complete checkpoint: torch's DCP did not finish writing it "
+                f"(there is no {DCP_METADATA}); name an earlier step"
             ) from None
         why = "there is no such folder"
         if folder.exists():
@@ -210,7 +211,7 @@ def read_manifest(folder: Place, outline: bool = False) -> Manifest:
             )
         return _MANIFEST.validate_python(body)
     except (ValueError, KeyError, TypeError):
-        raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged, not as it was written") from None
+        raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged since it was written") from None
 
 
 def faults(

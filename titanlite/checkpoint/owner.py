@@ -1,4 +1,4 @@
-"""Ensure that only one run writes to a bucket, which has no locks. No torch.
+"""Ensure that only one run writes to a bucket, which has no locks. Imports no torch.
 
 Each manifest names the run that created it. A run stops committing if there is a step that it
 neither found at its start nor created, since another run must be saving there. Creating a manifest

@@ -1,4 +1,4 @@
-"""Where the parts of tensors are in a checkpoint. No torch.
+"""Where the parts of tensors are in a checkpoint. Imports no torch.
 
 A manifest has a row for each tensor and for each file, but none for a tensor's part in a file: the
 rank that has a region, and the order within a file, follow from shape, type, mesh and splits. So
@@ -54,7 +54,7 @@ class Split:
 
     @property
     def placement(self) -> str:
-        """How each dimension of the mesh splits the tensor, for people."""
+        """How each dimension of the mesh splits the tensor, for display."""
         split = {axis: f"dim {dim}" for dim, axis in self.splits}
         names = enumerate(self.names)
         described = [f"{split.get(axis, 'replicated')} over {name}" for axis, name in names]

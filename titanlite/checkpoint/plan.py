@@ -47,7 +47,7 @@ class Planner(dcp.SavePlanner):
     ) -> None:
         self.tensors = flat(state_dict)
 
-    @torch.no_grad()  # in which a DTensor's own part is at hand
+    @torch.no_grad()  # which makes a DTensor's own part available
     def create_local_plan(self) -> dcp.SavePlan:
         if not self.places:
             what = "planning a save"
@@ -60,14 +60,14 @@ class Planner(dcp.SavePlanner):
 
     def _planned(self, places: dict[str, StoredTensor]) -> dcp.SavePlan:
         regions = written_by(rank_in(self._group), places)
-        alike: dict[StoredTensor, TensorWriteData] = {}  # most of a model's are
+        alike: dict[StoredTensor, TensorWriteData] = {}  # as most of a model's tensors are
         items = []
         for name, region in regions.items():
             data = alike.get(places[name])
             if data is None:
                 found = box_of(self.tensors[name])
                 if found != region:
-                    raise RuntimeError(f"{name}: {region} was planned, and this rank has {found}")
+                    raise RuntimeError(f"{name}: {region} was planned, but this rank has {found}")
                 data = alike[places[name]] = _write_data(places[name], region)
             index = MetadataIndex(name, data.chunk.offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

@@ -1,4 +1,4 @@
-"""`Resume`, the starting point of a run; `load.py` finds and reads it. No torch."""
+"""`Resume`, the starting point of a run; `load.py` finds and reads it. Imports no torch."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Where a run saves its checkpoints, and which checkpoints a user's path stands for. No torch."""
+"""Where a run saves its checkpoints, and which checkpoints a user's path stands for.
+
+Imports no torch.
+"""
 
 from titanlite.checkpoint.manifest import (
     CONFIG,

@@ -291,8 +291,8 @@ class Saver:
             return
         self._auto_seconds = seconds
         self._log.info(
-            f"from now on a save every {seconds / 60:.1f} minutes: each costs {waited:.2f} s, "
-            f"and a failure comes every {hours:g} hours (fault.mtbf_hours)"
+            f"saving every {seconds / 60:.1f} minutes from now on, since a save costs "
+            f"{waited:.2f} s, and a failure is expected every {hours:g} hours (fault.mtbf_hours)"
         )
 
     def wait_ignoring_errors(self) -> None:

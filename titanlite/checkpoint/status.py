@@ -1,5 +1,5 @@
 """What a launcher reports about a run's checkpoints: at the start whether the run is finished, at
-the end what was saved. No torch.
+the end what was saved. Imports no torch.
 
 A launcher forks, so it must not open a bucket: at the start another process looks there, and
 afterwards rank 0 records each save.
@@ -47,7 +47,7 @@ def look(config: JobConfig) -> None:
 
 
 def note(config: JobConfig, step: int | None, at: int = 0) -> None:
-    """Write down the newest complete step in the bucket, if there is one."""
+    """Record the newest complete step in the bucket, if there is one."""
     file = LocalPath(config.job.dump_folder, _SAVED)
     if step is None:
         file.remove()
@@ -57,7 +57,7 @@ def note(config: JobConfig, step: int | None, at: int = 0) -> None:
 
 
 def record(config: JobConfig, root: Place, step: int) -> None:
-    """Copy the run's metrics and config next to a save, and write it down."""
+    """Copy the run's metrics and config next to a save, and record the save."""
     try:
         transfer.copy_records(LocalPath(config.job.dump_folder), root)
     finally:

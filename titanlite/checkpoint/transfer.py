@@ -1,6 +1,6 @@
 """Checkpoints on object stores: copied file by file, verified on the way, with the manifest last.
 
-A step exists exactly if its manifest does. No torch.
+A step exists exactly if its manifest does. Imports no torch.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ from titanlite.runtime.store import LocalPath, crc32
 
 
 def steps(root: Place) -> list[int]:
-    """Return the steps in a place. A list without the step that `latest` names is not believed
-    where that step is there.
+    """Return the steps in a place. A listing that lacks the step named by `latest` is not trusted
+    if that step exists.
     """
     found = committed(root)
     newest = named_latest(root)
@@ -54,7 +54,7 @@ def fetch_metrics(root: Place, outer: Place) -> None:
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """Return the files of tensors that a rank fetches; on as many ranks as wrote them, its own."""
+    """Return the files of tensors that a rank fetches: its own, if as many ranks read as wrote."""
     files = sorted(manifest.files, key=lambda name: (len(name), name))
     files = [name for name in files if name.endswith(".safetensors")]
     return [name for at, name in enumerate(files) if at * ranks // len(files) == rank]
@@ -63,7 +63,7 @@ def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
 def fetched(
     step: Place, manifest: Manifest, names: Iterable[str]
 ) -> AbstractContextManager[LocalPath]:
-    """Yield the folder here with files of a checkpoint, verified if they are fetched."""
+    """Yield a local folder with files of a checkpoint, verified if they are fetched."""
 
     def bring(path: Place, draft: LocalPath) -> None:
         _copy_file(path, draft, manifest.files[path.name])

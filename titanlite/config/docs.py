@@ -14,21 +14,19 @@ _INTRODUCTION = """# Config keys
 
 Written by `titanlite config --markdown` from the docstrings in titanlite/config/schema.py.
 
-A config is TOML; any key can be given on the command line as `--section.key VALUE`. \
-Precedence: command
-line > later file > earlier file > default. A list of text may be words with commas, `--model.freeze
-norm.weight,output.weight`; a switch is `--section.key` (true), `--section.no_key` or \
-`--section.key=false`. All errors are
-named before anything starts (exit code 2).
+A config is TOML; any key can be given on the command line as `--section.key VALUE`. Precedence:
+command line > later file > earlier file > default. A list of text may be comma-separated words,
+`--model.freeze norm.weight,output.weight`; a switch is `--section.key` (true), `--section.no_key`
+or `--section.key=false`. All errors are reported before anything starts (exit code 2).
+
 **+**: TorchTitan (v0.2.2) does not have the key. **≠**: TorchTitan has another default or meaning.
 """
 _FOREIGN_KEYS = """## Keys of TorchTitan that titanlite does not have
 
-They are accepted at a value that switches the feature off, so that a config loads as it is, \
-and refused
-by name otherwise.
+A value that switches the feature off is accepted, so that a config loads unchanged; any other is
+refused by name.
 
-| key | accepted | otherwise |
+| keys | accepted | otherwise |
 |---|---|---|"""
 
 
@@ -80,12 +78,15 @@ def markdown() -> str:
                 out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             out.append("")
     out.append(_FOREIGN_KEYS)
+    rows = dict[tuple[str, str], list[str]]()
     for key, known in FOREIGN.items():
         accepted = "any value"
         if known.off is not None:
             accepted = ", ".join(f"`{toml_value(value)}`" for value in known.off) or "never"
         otherwise = known.instead or "tunes a feature that titanlite does not have"
-        out.append(f"| `{key}` | {accepted} | {otherwise} |")
+        rows.setdefault((accepted, otherwise), []).append(f"`{key}`")
+    for (accepted, otherwise), keys in rows.items():
+        out.append(f"| {', '.join(keys)} | {accepted} | {otherwise} |")
     return "\n".join(out) + "\n"
 
 

@@ -1,5 +1,5 @@
 """The table of GPUs and nodes in hardware.toml, used for MFU and by the planner, and files that
-override it. No torch.
+override it. Imports no torch.
 """
 
 from collections.abc import Iterable

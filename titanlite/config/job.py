@@ -1,4 +1,7 @@
-"""The Job of a valid config; for any other config, a ConfigError lists every fault. No torch."""
+"""The Job of a valid config; for any other config, a ConfigError lists every fault.
+
+Imports no torch.
+"""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The conditions that keys need, by name: `Annotated[Natural, Needs(SHARDING)]`."""
+"""Named conditions that keys need, as in `Annotated[Natural, Needs(SHARDING)]`."""
 
 from titanlite.config.section import Condition, MeshCondition, Section, value_of
 from titanlite.config.stages import SINGLE

@@ -1,10 +1,10 @@
-"""Where a config keeps the optimizer's state, and in which type. No torch."""
+"""Where a config keeps the optimizer's state, and in which type. Imports no torch."""
 
 from titanlite.config.schema import JobConfig
 
 
 def place_of_state(config: JobConfig) -> str:
-    """Return "device", beside the parameters, "host" or "disk"."""
+    """Return "device" (with the parameters), "host" or "disk"."""
     place = config.optimizer.state_on
     if place == "host" and config.training.enable_cpu_offload:
         return "device"  # which is the host

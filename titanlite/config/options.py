@@ -1,4 +1,4 @@
-"""Options of a command, declared like in its manual. No torch."""
+"""Options of a command, declared as in its manual. Imports no torch."""
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping

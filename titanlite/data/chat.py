@@ -190,7 +190,7 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str:
     if isinstance(found, list):  # several templates, by name
         found = {each["name"]: each["template"] for each in found}.get("default")
     if not found:
-        why = "no chat template there, in chat_template.jinja or tokenizer_config.json"
+        why = "no chat template in its chat_template.jinja or tokenizer_config.json"
         raise UserError(why, "model.hf_assets_path", str(folder))
     return found
 

@@ -2,7 +2,7 @@
 share.
 
 A `.txt` (or `.py`) file is one document; a `.jsonl` or `.jsonl.gz` file has one per line, in the
-field "text" or another; a `.parquet` file has one per row, in such a column. No torch.
+field "text" or another; a `.parquet` file has one per row, in such a column. Imports no torch.
 """
 
 import gzip

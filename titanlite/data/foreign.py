@@ -30,18 +30,18 @@ from titanlite.errors import UserError, command_line, first_line
 from titanlite.runtime.store import LocalPath
 
 _TYPES = {2: "uint16", 4: "uint32", 8: "int64", 1: "uint8"}
-"""Of ids, by their bytes."""
+"""Types of ids by their size in bytes."""
 _SCANNED = 1 << 24
 _MEGATRON_BEGIN = 34
 """The bytes before the lengths: magic, version, type, and the counts of sequences and bounds."""
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 Found = tuple[np.memmap, np.ndarray | None]
-"""The ids of a file, and the position after each document if another file has it."""
+"""The ids of a file, and the position after each document if another file lists it."""
 
 
 def _read_megatron(path: Path) -> Found:
-    """Documents end where the index says: an end token is optional there."""
+    """Documents end where the index says, since an end token is optional there."""
     index = path.with_suffix(".idx")
     content = index.read_bytes()
     head = content[:_MEGATRON_BEGIN].ljust(_MEGATRON_BEGIN, b"\0")
@@ -115,7 +115,7 @@ def _read_alone(dtype: str, path: Path) -> Found:
 
 @dataclass(frozen=True)
 class Format:
-    """The files of ids of a program, and those beside them that have the ends of documents."""
+    """The files of ids of a program, and the files next to them that list the ends of documents."""
 
     read: Callable[[Path], Found]
     suffixes: tuple[str, ...]
@@ -132,7 +132,7 @@ for _name in _TYPES.values():
 
 
 def require_manifest(key: str, path: Path) -> None:
-    """Raise a UserError if a run cannot read a folder, with the command that would prepare it."""
+    """Raise a UserError, with the command that would prepare it, if a run cannot read a folder."""
     if not path.exists():
         raise UserError("there is no such folder or file", key, str(path))
     if read_manifest(path):
@@ -158,7 +158,7 @@ def token_files(key: str, path: str, kind: str) -> Documents:
 def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path) -> dict[str, Any]:
     """Check the sources' files, list them in a manifest in a folder, and return it.
 
-    The token `end` ends documents where no other file does; -1 is none.
+    The token `end` ends documents where no other file lists their ends; -1 means none.
     """
     out = LocalPath(folder)
     if (out / MANIFEST).exists():
@@ -194,7 +194,7 @@ def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path
 
 
 def _list(path: Path, known: Format, end: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Return what a manifest says of a file of ids, and the position after each document."""
+    """Return a manifest's entry for a file of ids, and the position after each document."""
     files = [path, *(path.with_suffix(suffix) for suffix in known.index)]
     try:
         ids, ends = known.read(path)
@@ -202,7 +202,7 @@ def _list(path: Path, known: Format, end: int) -> tuple[dict[str, Any], np.ndarr
         raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     found = np.empty(0, np.int64)
     if ends is not None:
-        found = np.unique(ends[ends > 0])  # an empty document has no end of its own
+        found = np.unique(ends[ends > 0])  # an empty document has no separate end
     elif end >= 0:
         begins = range(0, len(ids), _SCANNED)
         parts = [np.flatnonzero(ids[at : at + _SCANNED] == end) + at + 1 for at in begins]

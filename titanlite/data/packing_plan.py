@@ -35,9 +35,9 @@ def open_plan(source: Source, seq_len: int) -> "PackingPlan":
 class PackingPlan:
     """The pieces of documents in each window, in a memory-mapped file of uint32.
 
-    For each part of the source, the file has the piece where each window stops, the pieces' starts
-    in the part, and their lengths. It ends with the numbers of windows and pieces of each part, and
-    the number of parts.
+    For each part of the source, the file lists the piece where each window stops, the pieces'
+    starts in the part, and their lengths. It ends with the numbers of windows and pieces of each
+    part, and the number of parts.
     """
 
     def __init__(self, path: Path) -> None:

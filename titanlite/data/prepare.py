@@ -1,8 +1,8 @@
 """Turn text into token shards: on all cores, resumable, published by one rename.
 
 A shard's bytes do not depend on the process that writes it. In a staging folder, it gets its name
-only when complete, and the next run with the same sources and tokenizer continues from there. No
-torch, so that workers start fast.
+only when complete, and the next run with the same sources and tokenizer continues from there.
+Imports no torch, so that workers start fast.
 """
 
 import fcntl

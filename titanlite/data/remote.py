@@ -1,5 +1,5 @@
 """The index of token shards on an object store: their manifest and tokenizer are copied to the
-user's cache. No torch.
+user's cache. Imports no torch.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Read token shards: the files of ids in a manifest, on a disk or an object store, as one stream.
 
-Those that `titanlite data prepare` writes are in llm.c's format: a header of 256 int32 (magic,
-version, token count), then ids: uint16 in version 1, uint32 in version 2. Of another program's
-files the manifest has the type of the ids and where they begin.
+`titanlite data prepare` writes them in llm.c's format: a header of 256 int32 (magic, version, token
+count), then ids, as uint16 in version 1 and as uint32 in version 2. For another program's files the
+manifest states the type of the ids and where they begin.
 """
 
 import bisect
@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 TOKENIZER_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", *TOKENIZER_SETTINGS)
 OPEN_FILES = 16
-"""Files of a source that stay open."""
+"""Number of files of a source that stay open."""
 SAMPLE_BYTES = 4096
 
 
@@ -57,7 +57,7 @@ class Shard:
     """Bytes before the first id."""
     tokens: int
     samples: Mapping[str, str]
-    """Of another program's files."""
+    """For another program's files."""
 
     @property
     def size(self) -> int:
@@ -83,8 +83,8 @@ def load_numbers(path: Path) -> np.memmap:
 class ShardSource:
     """The shards of a manifest as one stream.
 
-    There may be 100,000 of them: they are opened only where they are read. With `remote` they are
-    on a store, and the folder has only their manifest and tokenizer.
+    There may be 100,000 of them, so each is opened only when it is read. With `remote` they are on
+    a store, and the folder holds only their manifest and tokenizer.
     """
 
     def __init__(self, folder: Path, vocab_size: int, remote: "Remote | None" = None) -> None:
@@ -102,18 +102,18 @@ class ShardSource:
         self.has_index = self.end < 0 and manifest["documents"] > 0
         self.fingerprint = f"{manifest['fingerprint']}+{manifest['content']}"
         self.state: str = manifest["state"]
-        """Of the files that were prepared."""
+        """For files written by `titanlite data prepare`."""
         self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb"))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker process opens the files again
         return ShardSource, self._arguments
 
     def require_whole(self) -> None:
-        """Raise a UserError if the shards are not those of the manifest, by their sizes; another
-        program's files also by samples.
+        """Raise a UserError if the shards' sizes differ from the manifest's; of another program's
+        files samples are compared, too.
         """
         if self.remote:
-            return  # each is looked at when it is read
+            return  # each is checked when it is read
         for shard in self._shards:
             size = shard.path.stat().st_size if shard.path.is_file() else 0
             if size != shard.size:
@@ -221,7 +221,9 @@ def _listed_shards(folder: Path, manifest: dict[str, Any]) -> list[Shard]:
 
 
 def sample(path: Path) -> str:
-    """Hash the size of a file and its bytes at five places: enough to find that it was replaced."""
+    """Hash the size of a file and its bytes at five places, which is enough to detect that it was
+    replaced.
+    """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         content = b"%d" % size
@@ -249,7 +251,7 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
 
 def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
     """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none,
-    or another's.
+    or only another program's.
     """
     path = folder / MANIFEST
     if path.is_file():
@@ -258,7 +260,7 @@ def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
 
 
 def parse_manifest(path: Path | Place, content: bytes) -> dict[str, Any] | None:
-    """Return the manifest that a file holds; None if it is another's."""
+    """Return the manifest in a file; None if the file is another program's."""
     try:
         manifest = json.loads(content)
     except ValueError as error:
@@ -285,7 +287,7 @@ class Remote:
         except (BucketError, FileNotFoundError) as error:
             gone = error
             if isinstance(error, FileNotFoundError):
-                gone = "it is not there"
+                gone = "it does not exist"
             raise RunFailed(f"{path} cannot be read: {gone}") from None
         tag = entry["e_tag"]
         if entry["size"] != shard.size or self._tags.setdefault(shard.path, tag) != tag:
@@ -295,7 +297,7 @@ class Remote:
 
 
 def bring(root: BucketPath, path: Path) -> None:
-    """Copy a small file from a store, unless it is here or not there."""
+    """Copy a small file from a store, unless it exists here or is missing there."""
     with suppress(FileNotFoundError):
         if not path.exists():
             put(path, (root / path.name).read_bytes())

@@ -293,7 +293,7 @@ class Decider:
         self._failed_on[node] += 1
         if self._failed_on[node] < 2 or self._needed == self._nodes:
             return verdict
-        left = f"NODE_RANK {node} failed twice: a spare node takes its place if one is there"
+        left = f"NODE_RANK {node} failed twice: a spare node takes its place if there is one"
         return replace(verdict, why=f"{verdict.why}; {left}")
 
     def _settle(self, verdict: Verdict, now: float) -> None:
@@ -330,7 +330,7 @@ def after(
         return Verdict(failure.code, failure=failure)
     tried = [each for each in earlier if not spare_waits or each.host != failure.host]
     if any(failure.repeats(other) for other in tried):
-        why = f"not restarted: step {failure.step} failed before, with the same words"
+        why = f"not restarted: step {failure.step} failed before, with the same message"
         return Verdict(FAILED, why, failure)
     if sum(failure.time - each.time < DAY_SECONDS for each in earlier) >= MOST_A_DAY:
         return Verdict(GIVEN_UP, f"given up: {MOST_A_DAY} restarts within a day", failure)

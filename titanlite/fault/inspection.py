@@ -14,7 +14,7 @@ from titanlite.fault.stall import IN_KERNEL, STOPPED
 from titanlite.fault.status import Inspection
 
 POLL_SECONDS = 0.1
-"""Between two looks of a launcher at its workers."""
+"""Time between two checks of a launcher on its workers."""
 STACK_SECONDS = 2
 """Time for a process to write its stack."""
 STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}
@@ -35,7 +35,8 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
         _ask(each.pid)
     stopped = [each for rank, each in processes.items() if states[rank] == STOPPED]
     _await(each.stack for each in processes.values() if each not in stopped)
-    # These answer before they do anything else. The others, which could then continue, have.
+    # These answer before they do anything else; the others, which could then continue, have already
+    # answered.
     for each in stopped:
         _send(each.pid, signal.SIGCONT)
     _await(each.stack for each in stopped)
@@ -73,7 +74,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _await(files: Iterable[Path]) -> None:
-    """Wait until no file is empty, and none grows any more."""
+    """Wait until no file is empty, and none is growing."""
     waited = [*files]
     sizes = [0]
 
@@ -90,7 +91,9 @@ def _read(file: Path) -> str:
 
 
 def _spied(pid: int) -> str:
-    """Return the stack of a process that did not answer, if py-spy is installed and may look."""
+    """Return the stack of a process that did not answer, if py-spy is installed and permitted to
+    read it.
+    """
     with suppress(subprocess.SubprocessError, OSError):
         # Without --nonblocking, py-spy would stop the process first.
         command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]

@@ -1,5 +1,5 @@
-"""Detect a hang from the ranks' heartbeats, and name the likely rank. No store, no process and no
-torch.
+"""Detect a hang from the ranks' heartbeats, and name the likely rank. Uses no store and no process,
+and imports no torch.
 """
 
 import re

@@ -1,8 +1,9 @@
 """The messages of the control plane: each launcher posts its Status on the board, and node 0
 answers with a Decision.
 
-Under torchrun or srun, without titanlite's launcher, each rank posts its own and rank 0 decides. No
-torch."""
+Under torchrun or srun, without titanlite's launcher, each rank posts its own and rank 0 decides.
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """checkpoint.after_save: a user's command after each save. The launcher of node 0 runs it alongside
-the ranks, one at a time. No torch.
+the ranks, one at a time. Imports no torch.
 
 The command cannot affect the run: its output goes to logs/after-save-STEP.log, its exit code to
 metrics.jsonl and the launcher's log.

@@ -85,7 +85,7 @@ class Attempts:
         saves: bool = True,
     ) -> None:
         """`work` runs the workers of an attempt, with their files in `private`, and keeps calling
-        the function that it gets.
+        the function that it receives.
 
         Without `saves`, failure reports do not name the newest save, and no events are recorded.
         """

@@ -1,4 +1,4 @@
-"""Find the rank of this node that failed first, and its message. No torch."""
+"""Find the rank of this node that failed first, and its message. Imports no torch."""
 
 from __future__ import annotations
 

@@ -57,20 +57,17 @@ if TYPE_CHECKING:
     from titanlite.runtime.forks import ForkServer
     from titanlite.runtime.page import EarlyExit
 
-AS_IT_WAS = "nothing was trained, and the files of the folder are as they were"
+AS_IT_WAS = "nothing was trained, and the files of the folder are unchanged"
 EPILOG = """examples:
   NGPU=2 titanlite train --training.steps 100 --parallelism.tensor_parallel_degree 2
   titanlite train --config llama_8b.toml changes.toml --optimizer.lr 3e-4
 
-VALUE is TOML; a list of text may be words with commas, --model.freeze norm.weight,output.weight; \
-a switch is --compile.enable (on),
---compile.no_enable or --compile.enable=false (off). \
-Without --config, train_configs/debug.toml is used; CONFIG_FILE
+VALUE is TOML. A list of text may be comma-separated words, --model.freeze \
+norm.weight,output.weight. A switch is --compile.enable (on), --compile.no_enable or \
+--compile.enable=false (off). Without --config, train_configs/debug.toml is used; CONFIG_FILE \
 names another. Later files override earlier ones, and the command line overrides files. \
-Environment: NGPU (processes
-on this node), LOG_RANK (ranks whose output is shown), \
-NNODES NODE_RANK MASTER_ADDR MASTER_PORT (several nodes;
-SLURM_* and PET_* are understood too).
+Environment: NGPU (processes on this node), LOG_RANK (ranks whose output is shown), NNODES \
+NODE_RANK MASTER_ADDR MASTER_PORT (several nodes; SLURM_* and PET_* are understood too).
 """
 
 

@@ -1,5 +1,5 @@
 """The nodes of a job and this node's processes and GPUs, read from the environment and the driver.
-No torch.
+Imports no torch.
 
 Three families of variables are understood: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT;
 Kubeflow's PET_*; SLURM_*."""

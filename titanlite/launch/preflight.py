@@ -293,7 +293,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
                 f"{first_line(error)}"
             )
             raise UserError(
-                f"pipeline parallel: {why}; docs/extending.md has what a stage needs of forward"
+                f"pipeline parallel: {why}; docs/extending.md says what a stage needs of forward"
             ) from None
     return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
 
@@ -355,7 +355,7 @@ def _check_state(job: Job, processes: int) -> None:
     if size > room:
         raise UserError(
             f'optimizer.state_on = "host": the state of {processes} ranks needs '
-            f"{format_bytes(size)}, and this machine has {format_bytes(room)} beside the processes"
+            f"{format_bytes(size)}, but this machine has {format_bytes(room)} besides the processes"
         )
 
 

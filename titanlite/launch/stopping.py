@@ -1,7 +1,8 @@
 """A stop request: pass it on to the ranks, and end those that do not leave in time.
 
 With checkpoints, SIGTERM, SIGUSR1 and Ctrl-C are requests; without, there is nothing to save, and
-they end the run at once. No torch."""
+they end the run at once. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class Stopping:
                     "Ctrl-C again, after a second, stops at once"
                 )
         if any(ending.code == CUT_SHORT for ending in early_exits(private)):
-            raise Stopped(self._early())  # no other rank can save any more
+            raise Stopped(self._early())  # no other rank can still save
         grace = self._config.fault.grace_seconds
         if self.reason and now > self._asked_at + grace + EXTRA_SECONDS:
             self._kill(f"fault.grace_seconds = {grace} ran out")

@@ -1,4 +1,7 @@
-"""This node's workers: one process per rank, each with its own session and log file. No torch."""
+"""This node's workers: one process per rank, each with its own session and log file.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

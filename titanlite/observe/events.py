@@ -1,5 +1,5 @@
 """The starts, restarts and stops of a run, in events.jsonl in its dump folder. The file is only
-appended to, and stays when a start moves earlier files away. No torch.
+appended to, and stays when a start moves earlier files away. Imports no torch.
 
 Node 0's launcher writes "start", "restart" and "stop", and rank 0 "begin"; without the launcher
 rank 0 writes all of them, as long as it lives.

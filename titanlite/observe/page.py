@@ -29,7 +29,7 @@ class Table:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str | Number]]
-    """The cells of a column are either all texts or all numbers."""
+    """A table; the cells of a column are either all texts or all numbers."""
     assumed: Sequence[str] = ()
     note: str = ""
 

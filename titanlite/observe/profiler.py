@@ -33,7 +33,7 @@ class Profiler:
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
-            # As intended, each trace only has its own steps.
+            # As intended, each trace contains only its own steps.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
     def _schedule(self, step: int) -> ProfilerAction:

@@ -139,7 +139,7 @@ def _to_fp32(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _is_state_tensor(value: Any) -> bool:
-    """Return whether a value of the state has its parameter's shape; scalars stay as they are."""
+    """Return whether a value of the state has its parameter's shape, unlike a scalar."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 

@@ -3,8 +3,8 @@
 The algorithm is torch.optim.Muon's, in which each operation on a sharded matrix would communicate.
 Here one rank owns each matrix: it gathers the matrix once, orthogonalizes it, and sends each rank
 its part of the result. That takes two all-to-alls per batch of matrices, on any mesh. A batch has a
-matrix for every rank, if there are that many. A weight of experts is a stack of matrices, one for
-each expert.
+matrix for every rank, if there are enough. A weight of experts is a stack of matrices, one for each
+expert.
 """
 
 import heapq
@@ -30,7 +30,9 @@ from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that maps the singular values: steep at 0, and near 1 after five iterations."""
+"""Coefficients of the quintic that maps the singular values: steep at 0, and near 1 after five
+iterations.
+"""
 ITERATIONS = 5
 EPS = 1e-7
 
@@ -281,8 +283,9 @@ def _transfer(
 def _plan(spreads: Sequence[Spread], rank: int, ranks: int) -> RankPart:
     """Return the part of `rank` in a batch of matrices.
 
-    All ranks agree on the owners. An owner looks at all shards of its matrices, and other ranks
-    only at theirs, so the cost grows with the matrices of a batch, not with matrices times ranks.
+    All ranks agree on the owners. An owner computes transfers for all shards of its matrices, and
+    other ranks only for their own, so the cost grows with the matrices of a batch, not with
+    matrices times ranks.
     """
     owners = owners_of([spread.weight.shape[-2:] for spread in spreads], ranks)
     gather = []

@@ -1,5 +1,5 @@
-"""Where streamed optimizer state is kept: beside the parameters, in the host's memory, or in a file
-on a node's disk. Each has a row of elements for each of the optimizer's tensors.
+"""Where streamed optimizer state is kept: with the parameters, in the host's memory, or in a file
+on a node's disk. Each of these has a row of elements for each of the optimizer's tensors.
 """
 
 import fcntl
@@ -23,24 +23,26 @@ _KEY = "optimizer.state_folder"
 
 
 class OnDevice:
-    """Rows beside the parameters, used in place."""
+    """Rows on the parameters' device, used in place."""
 
     blocks = False
-    """Whether a read or write keeps its thread waiting."""
+    """Whether a read or write blocks its thread."""
 
     def __init__(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.zeros(rows, numel, dtype=dtype, device=device)
 
     def buffer(self, slot: int, numel: int) -> torch.Tensor:
-        """Return memory beside the parameters for so many elements of each row, for one step."""
+        """Return device memory for `numel` elements of each row, for one step."""
         return self.rows[:, :0]
 
     def read(self, slot: int, buffer: torch.Tensor, piece: slice) -> torch.Tensor:
-        """Return a piece of the rows as memory to update, in this buffer if it is elsewhere."""
+        """Return a piece of the rows as memory to update: the buffer, unless the rows are on the
+        device.
+        """
         return self.rows[:, piece]
 
     def write(self, slot: int, updated: torch.Tensor, piece: slice) -> None:
-        """Put a piece back that was read and updated."""
+        """Write back a piece that was read and updated."""
 
     def free(self, part: torch.Tensor) -> None:
         """Free the memory of a part of a row that a checkpoint has read or written."""
@@ -66,7 +68,7 @@ class OnHost(OnDevice):
 
 
 class OnDisk(OnDevice):
-    """Rows in a file without a name; `rows` maps it, for checkpoints only."""
+    """Rows in an unnamed file; `rows` maps it, for checkpoints only."""
 
     blocks = True
 
@@ -121,14 +123,15 @@ class OnDisk(OnDevice):
             except OSError as error:
                 why = f"optimizer state cannot be read or written: {error.strerror}"
                 raise RunFailed(why, _KEY, self._folder) from None
-        # Drops what a checkpoint has cached, or without O_DIRECT also what a step has.
+        # Drops what a checkpoint has cached, and without O_DIRECT also what a step has cached.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Copy a piece of each row to the beginning of another's, and return that.
 
-    Row by row: torch would take pieces of several rows through a buffer of its own.
+    This is done row by row, since torch would copy pieces of several rows through a buffer of its
+    own.
     """
     target = target[:, : source.size(1)]
     for one, other in zip(source, target, strict=True):
@@ -139,7 +142,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def reserve(folder: str, size: int) -> Any:
     """Return a file of `size` bytes, which bypasses the page cache.
 
-    It has no name, so that nothing is left of it however the process ends.
+    It has no name, so that nothing of it remains however the process ends.
     """
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115

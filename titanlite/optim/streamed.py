@@ -1,12 +1,12 @@
-"""Optimizer state that is elsewhere than its parameters, or in a wider type, and passes by them in
-every step.
+"""Optimizer state that is kept away from its parameters, or in a wider type, and streams past them
+in every step.
 
-A step goes through the parameters in pieces, of one or of several parameters. It copies the state
-of a piece to a buffer beside the parameters, lets the optimizer update it, and copies it back.
-Three buffers take turns, each with a stream of its own (and a thread, for a disk): one piece comes
-while another is updated and a third leaves.
+A step processes the parameters in pieces, of one or of several parameters. It copies the state of a
+piece to a buffer on the parameters' device, lets the optimizer update it, and copies it back. Three
+buffers take turns, each with its own stream (and thread, for a disk): one piece arrives while
+another is updated and a third leaves.
 
-The result is bit-identical to the same optimizer with its state beside the parameters, since no
+The result is bit-identical to the same optimizer with its state next to the parameters, since no
 piece cuts the runs in which its kernels work.
 """
 
@@ -39,14 +39,14 @@ class _Part(NamedTuple):
     parameter: nn.Parameter
     elements: slice
     region: slice
-    """Where they are in their piece."""
+    """Their place in the piece."""
 
 
 class _Piece(NamedTuple):
     group: dict[str, Any]
     parts: Sequence[_Part]
     elements: slice
-    """Where it is in the rows."""
+    """Its place in the rows."""
 
 
 class Streamed(torch.optim.Optimizer):
@@ -83,7 +83,7 @@ class Streamed(torch.optim.Optimizer):
         self._done: Any = None
 
     def _build_store(self, config: JobConfig) -> OnDevice:
-        numel = PAGE  # a stage of a pipeline may have nothing to train
+        numel = PAGE  # a pipeline stage may have nothing to train
         if self._pieces:
             numel = self._pieces[-1].elements.stop
         given = len(self._keys), numel, self._dtype, self._device
@@ -193,7 +193,7 @@ class Streamed(torch.optim.Optimizer):
 
 
 def buffer_bytes(states: int, config: JobConfig) -> int:
-    """Return the bytes beside the parameters that a step streams `states` tensors through."""
+    """Return the bytes on the parameters' device through which a step streams `states` tensors."""
     rows = 2 * is_wider(config)
     slots = 1
     if place_of_state(config) != "device":
@@ -228,5 +228,5 @@ def _cut(groups: Sequence[dict[str, Any]]) -> Iterator[_Piece]:
 
 
 def _whole(numel: int) -> int:
-    """Return the elements that a row reserves for so many."""
+    """Return a number of elements rounded up to whole pages."""
     return -(-numel // PAGE) * PAGE

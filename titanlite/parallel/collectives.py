@@ -15,7 +15,7 @@ def send_rows(
     send: list[int] | None = None,
     receive: list[int] | None = None,
 ) -> Tensor:
-    """Send rows to the ranks of a group, equally many to each without `send`.
+    """Send rows to the ranks of a group: equally many to each, or as many as `send` says.
 
     Return the rows that arrive, without a gradient.
     """

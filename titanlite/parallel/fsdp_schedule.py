@@ -164,7 +164,7 @@ def _backward_order(
 def _next_groups(
     order: Sequence[int], depth: int, groups: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return for each of so many groups the next `depth` in an order; None if the depth is 0."""
+    """Return for each group the next `depth` groups in an order; None if the depth is 0."""
     if depth == 0:
         return None
     following: dict[int, tuple[int, ...]] = {}

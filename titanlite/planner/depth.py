@@ -38,8 +38,8 @@ def plan_ranks(job: Job, as_on_cuda: bool = True, imbalance: float = 1) -> list[
 def ranks_in(
     world: FakeWorld, job: Job, as_on_cuda: bool = True, imbalance: float = 1, limit: int = 0
 ) -> list[Totals]:
-    """Do what plan_ranks does, in a world whose meshes and graphs other jobs share; with a limit
-    in bytes, stop after the first pipeline rank that needs more.
+    """Like plan_ranks, but in a world whose meshes and graphs other jobs share; with a limit in
+    bytes, stop after the first pipeline rank that needs more.
     """
     step = partial(rehearse, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
     is_short = as_on_cuda and shortened(job) != job
@@ -82,8 +82,8 @@ def _extended(
 
 
 def _places(one: Job, few: Job, job: Job, rank: int) -> dict[int, tuple[Any, int] | None]:
-    """Return each block's place on a rank, counted from the start or the end of its stage, with
-    its number in the whole job; None for middle blocks, which a job of few blocks lacks.
+    """Return each block's place on a rank, counted from the start or the end of its stage, with its
+    number in the whole job; None for middle blocks, which a job of few blocks lacks.
     """
     places = dict[int, tuple[Any, int] | None]()
     for stage in job.stages.ranks[rank]:
@@ -136,7 +136,7 @@ def _shallower(job: Job, own: Sequence[int], less: int) -> Job:
 
 
 def _period(job: Job) -> int:
-    """Return after how many blocks the techniques repeat."""
+    """Return the number of blocks after which the techniques repeat."""
     settings = job.config.activation_checkpoint
     every = 1
     if settings.mode == "selective" and settings.selective_ac_option.isdigit():

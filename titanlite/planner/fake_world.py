@@ -31,7 +31,7 @@ class FakeWorld:
         """Play a rank of a layout; return the layout's mesh."""
         if (rank, layout.world) != (self._rank, self._size):
             self._leave()
-            hook = sys.excepthook  # torch's would print later errors with this rank's number
+            hook = sys.excepthook  # torch's hook would print later errors with this rank's number
             dist.init_process_group(
                 "fake", store=dist.HashStore(), rank=rank, world_size=layout.world
             )

@@ -1,5 +1,5 @@
 """The GPU, node and network that a plan is for, from hardware.toml and the files that override it.
-No torch.
+Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _EXACT = ConfigDict(extra="forbid")
 @dataclass(frozen=True, config=_EXACT)
 class GPU:
     words: str
-    """Words of its name in torch."""
+    """Words of the GPU's name in torch."""
     memory_gib: Positive
     memory: Positive
     """Bandwidth in GB/s."""
@@ -47,7 +47,7 @@ class Host:
 class Node:
     gpus: Count
     link: Positive
-    """GB/s that a GPU sends to the other GPUs of its node."""
+    """GB/s that a GPU can send to the other GPUs of its node."""
     nics: Count
     network: str
     source: str
@@ -57,9 +57,9 @@ class Node:
 @dataclass(frozen=True, config=_EXACT)
 class Reserve:
     gib: Annotated[float, Field(ge=0, strict=True)]
-    """Memory of a GPU for what no rehearsal counts."""
+    """GPU memory reserved for what no rehearsal counts."""
     allocator: Positive
-    """What torch's allocator takes when it has room, as a multiple of a step's peak."""
+    """Memory that torch's allocator takes if it has room, as a multiple of a step's peak."""
     allocator_alone: Positive
     """The same on a rank that gathers nothing."""
     source: str
@@ -89,7 +89,7 @@ class Hardware:
 
     @property
     def link_rate(self) -> float:
-        """Return the bytes per second that a GPU sends to the other GPUs of its node."""
+        """Return the bytes per second that a GPU can send to the other GPUs of its node."""
         return self.node.link * 1e9
 
     @property
@@ -127,7 +127,7 @@ class Hardware:
 
 
 def with_source(what: str, source: str) -> str:
-    """Return an assumption with its source, whose "assumed" the heading already says."""
+    """Return an assumption with its source, without the word "assumed", which the heading has."""
     source = source.removeprefix("assumed").lstrip(",: ")
     if source:
         return f"{what} ({source})"
@@ -153,8 +153,8 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
 
 
 def _entry(kind: Any, table: Mapping[str, Any], section: str, name: str, asked: str = "") -> Any:
-    """Return an entry of the table, or raise a UserError: in a user's file it may be missing, or
-    lack or misspell a field.
+    """Return an entry of the table; raise a UserError if it is missing, or lacks or misspells a
+    field, as in a user's file.
     """
     known = table[section]
     if name not in known:

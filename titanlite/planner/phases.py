@@ -26,7 +26,7 @@ _TRANSFERS = {
 
 
 def name_phases_of_stages(pipeline: Pipeline, counting: Counting, hooks: ExitStack) -> None:
-    """Name actions and the gaps between them, and what a stage computes: its blocks, and what runs
+    """Name actions, the gaps between them, and a stage's computation: its blocks, and the code
     before and after them.
     """
     begin = pipeline.begin
@@ -75,7 +75,7 @@ def _step(
     pipeline: Pipeline, counting: Counting, step: Callable[..., None], losses: list[torch.Tensor],
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run the schedule, and add the losses of the micro-batches that it left out."""
+    """Run the schedule, and add the losses of the micro-batches that it omitted."""
     step(losses=losses, **options)
     left_out = len(options["target"]) - pipeline.job.stages.micro_batches
     if left_out:
@@ -158,7 +158,7 @@ def name_phases(
         if number == max(blocks):
             counting.enter_phase(after)
 
-    blocks = context.blocks(part)  # none in a stage that has only what runs before or after them
+    blocks = context.blocks(part)  # none in a stage with only the modules before or after them
     for number, block in blocks.items():  # hooks before FSDP2's
         hooks.callback(block.register_forward_pre_hook(partial(enter, number), prepend=True).remove)
         hooks.callback(block.register_forward_hook(partial(leave, number), prepend=True).remove)

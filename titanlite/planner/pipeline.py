@@ -68,7 +68,7 @@ def blocks_of(job: Job, stage: int) -> list[str]:
 
 
 def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
-    """Return a rank's whole step from the shortened step of a rank of its kind."""
+    """Return a rank's whole step, derived from the shortened step of an equivalent rank."""
     start, *parts = ([*part] for _, part in groupby(few.operations, lambda one: one.event))
     taken = [part[0].event or Event("rest") for part in parts]
     afterwards = [*parts[1:], parts[-1]]
@@ -86,8 +86,8 @@ def all_micro_batches(few: Recording, job: Job, rank: int) -> Recording:
 
 
 def _renamed(one: Operation, firsts: Sequence[tuple[int, int]]) -> Operation:
-    """Return an operation with this rank's number of the block, not that of the rank that took it;
-    `firsts` are the first blocks of the stages of both, in order.
+    """Return an operation with this rank's block number instead of the recorded rank's; `firsts`
+    are the first blocks of the stages of both, in order.
 
     A rank gathers a stage during the event of another one, or before any.
     """

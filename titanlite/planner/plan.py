@@ -20,7 +20,7 @@ from titanlite.planner.record import KINDS, Totals
 from titanlite.planner.speed import ASSUMED, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
 VERSION = 2
-"""The version of the JSON; it rises when a name is removed or changes its meaning."""
+"""The version of the JSON, raised when a name is removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Traffic:
     dtype: str
     number: int
     bytes: int
-    """Of the whole tensors."""
+    """Bytes of the whole tensors."""
 
     @property
     def where(self) -> str:
@@ -54,13 +54,13 @@ class Plan:
     totals: Totals
     speed: Speed
     flops_per_token: int
-    """Of the model, as MFU counts them: recomputation is left out."""
+    """FLOPs of the model as MFU counts them, without recomputation."""
     tokens: float = 0
     """Tokens to train on; 0 if not given."""
     imbalance: float = 1
-    """What the fullest rank receives for its experts, as a multiple of the mean."""
+    """The tokens that the fullest rank receives for its experts, as a multiple of the mean."""
     balanced_peak: int = 0
-    """The peak if all ranks receive equally much."""
+    """The peak if all ranks receive equally many."""
     ranks: Sequence[Totals] = ()
     """The totals of each rank of a pipeline; `totals` are those of the fullest one."""
 
@@ -98,7 +98,7 @@ class Plan:
                 f"{host.gib:g} GiB of the host, before torch rounds what it locks"
             )
         if self.ranks:
-            texts.append("what a stage has sent is freed when the send has been waited for")
+            texts.append("a sent tensor is freed once its send has been waited for")
         if self.imbalance > 1:
             balanced = f"at balance the peak is {format_bytes(self.balanced_peak)}"
             texts.append(f"a rank receives {self.imbalance:g} times the mean of tokens; {balanced}")

@@ -1,5 +1,5 @@
 """What a rehearsal of one training step records: its operations in order, with the bytes alive and
-the collectives. No torch.
+the collectives. Imports no torch.
 
 Bytes, FLOPs and collectives are those of one rank.
 """

@@ -82,7 +82,7 @@ def rehearse(
     is to be `whole`, it has only the first, the second and the last micro-batch, since those in
     between are like the second; a pipeline's step is shortened too."""
     check_planned(job)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is meant for a run
+    logging.getLogger("torch").setLevel(logging.ERROR)  # the compiler's advice is for real runs
     causal_rows.cache_clear()  # cached masks would be missing from this rehearsal's memory
     config = job.config
     mesh = world.mesh(job.layout, rank)
@@ -245,7 +245,7 @@ def _skeleton(
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
-    # The overlap is inductor's, which makes no code in a rehearsal.
+    # Inductor, which implements the overlap, generates no code in a rehearsal.
     alone = {"parallelism.enable_async_tensor_parallel": False}
     job = replace(job, config=with_values(job.config, alone))
     context = Context(job, mesh, table, torch.device("cpu"), converters)
@@ -327,7 +327,7 @@ def _naming_what_fails(parts: Sequence[nn.Module]) -> Iterator[None]:
             where = f" of {inner[-1]}"
         if isinstance(error, untraceable()):
             operation = getattr(error, "func", error)
-            why = f"{operation}{where} needs the values of tensors, which a rehearsal has not"
+            why = f"{operation}{where} needs the values of tensors, which a rehearsal lacks"
         elif inner:
             why = f"{inner[-1]} raises {type(error).__name__}: {first_line(error)}"
         else:

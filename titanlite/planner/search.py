@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, and how much of the space it covered."""
+    """The result of a search, and how much of the space it covered."""
 
     best: Sequence[Candidate]
     """Plans that fit, in the order of their bounds."""
@@ -83,7 +83,7 @@ class Found:
     """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
     did not fit, or because the best are faster than their bounds), and "not reached in time"."""
     needed: tuple[float, str] = (0, "")
-    """The fewest bytes that a plan that did not fit needs, and what needs them."""
+    """The smallest demand in bytes among the plans that did not fit, and that plan."""
 
 
 def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
@@ -177,7 +177,7 @@ def space(job: Job, hardware: Hardware) -> Iterator[Settings]:
 
 
 class _Model:
-    """What a search knows about a job's model before any rehearsal."""
+    """Facts about a job's model that need no rehearsal."""
 
     def __init__(self, job: Job) -> None:
         model, table = build_model(job)
@@ -186,7 +186,7 @@ class _Model:
         self._flops = token_flops(job)
         self._layers = job.shape.layers
         self._numel = sum(parameter.numel() for _, parameter in named)
-        # Below the first that is trained there is no backward pass.
+        # There is no backward pass below the first trained block.
         back = range(self._layers - self._flops.blocks, self._layers)
         prefixes = tuple(f"{job.spec.blocks}.{number}." for number in back)
         self._again = sum(item.numel() for name, item in named if name.startswith(prefixes))
@@ -267,7 +267,7 @@ def _first(job: Job, bound: tuple[float, float]) -> tuple[Any, ...]:
 
 
 def _demand(job: Job) -> tuple[int, ...]:
-    """Return numbers, each of which raises the memory needed if it rises alone."""
+    """Return numbers; raising any of them alone raises the memory needed."""
     config = job.config
     layout = job.layout
     recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
@@ -283,6 +283,6 @@ def _needs_no_less(job: Job, other: Job) -> bool:
 
 
 def _program(job: Job) -> Any:
-    """Return what two plans must share for their demands to be comparable."""
+    """Return the properties that two plans must share for their demands to be comparable."""
     mesh = replace(job.layout, dp_replicate=1, dp_shard=1)
     return mesh, job.stages.names, job.stages.schedule, value_of(job.config, FLOAT8)

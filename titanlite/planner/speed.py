@@ -1,4 +1,4 @@
-"""A bound on how fast a step can be. No torch.
+"""A bound on how fast a step can be. Imports no torch.
 
 The bound is the largest of four times, each at full speed: of FLOPs, of the GPU memory's traffic,
 of the links in a node, and of the network; in a job that offloads also of the host's memory, of its
@@ -30,7 +30,7 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the bound: a resource's time for a type of FLOPs or a dimension of the mesh."""
+    """A part of the bound: a resource's time for one type of FLOPs or one dimension of the mesh."""
 
     resource: str
     of: str

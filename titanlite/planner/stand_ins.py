@@ -19,7 +19,7 @@ from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors, replace
 
 
 def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return what gathering a value from every rank would. Muon gathers two: whether a rank has
+    """Return the result of gathering a value from every rank. Muon gathers two: whether a rank has
     matrices, and its coordinates on their meshes.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -80,7 +80,7 @@ def even_groups(counts: torch.Tensor, rows: int) -> list[int]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps what CUDA's kernel keeps: the result and one float32 a row; values are meaningless."""
+    """Keeps what CUDA's kernel keeps: the result and a float32 per row; values are meaningless."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -182,7 +182,7 @@ parallelism.data_parallel_replicate_degree, pp, cp, tp and ep the degrees of pip
 tensor and expert parallel, batch training.local_batch_size, by the size of a pipeline's
 micro-batch; full, selective or no recompute is activation_checkpoint.mode, kept
 parallelism.fsdp_reshard_after_forward = "never".
-training.global_batch_size stays as it is. --out writes the first as a config."""
+training.global_batch_size does not change. --out writes the first as a config."""
 
 
 def gib(size: float) -> Number:

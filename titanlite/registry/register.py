@@ -192,8 +192,8 @@ def import_package(package: str) -> None:
         ) from None
     if not getattr(module, "__file__", None):
         raise UserError(
-            f"{[*module.__path__][0]} is no package: it has no __init__.py; start in "
-            "the folder that has the package, or put that into PYTHONPATH"
+            f"{[*module.__path__][0]} is not a package: it has no __init__.py; start in "
+            "the folder that contains the package, or add that folder to PYTHONPATH"
         )
 
 

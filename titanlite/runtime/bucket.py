@@ -1,7 +1,7 @@
-"""Object stores, by obstore: `place` returns for a URL what LocalPath is for a folder.
+"""Object stores, accessed by obstore; `place` returns for a URL what LocalPath is for a folder.
 
 An object is either complete or absent, and nothing is renamed. Every request is bounded in time. A
-fork must not use a store: both the child and its parent would hang.
+forked process must not use a store, since both it and its parent would hang.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from titanlite.runtime.store_credentials import options_of
 from titanlite.runtime.store_errors import NO_BUCKET, WHOLE, BucketError, Unreachable, explain
 
 _PATIENCE_SECONDS: float = 60
-_TIMEOUT: float = 30  # of one request; less than the time of retries, or a stall is never retried
-_RANGE = 32 << 20  # of a download: one request for all would have the time of one
-_MOST_PARTS = 9_000  # stores take 10,000
-_SLOWEST = 2 << 20  # bytes a second, below which an upload is given up
+_TIMEOUT: float = 30  # of one request; less than for all retries, so that a stall is retried
+_RANGE = 32 << 20  # of a download, since a single request would have only the time of one
+_MOST_PARTS = 9_000  # stores allow 10,000
+_SLOWEST = 2 << 20  # minimum bytes per second of an upload
 _IN_USE = ".in-use"
 
 
@@ -48,13 +48,13 @@ class Uploads:
     many parts.
     """
     timeout: float = 0
-    """Seconds after which an unanswered part is sent again; 0: as for any request."""
+    """Seconds after which an unanswered part is sent again; 0 means as for any request."""
     limit: float = math.inf
     """Time limit for an object, in seconds."""
 
 
 class Bucket:
-    """A bucket or container, such as s3://NAME, in the process that opened it."""
+    """A bucket or container, such as s3://NAME, usable only in the process that opened it."""
 
     def __init__(self, url: str, patience: float, uploads: Uploads) -> None:
         """Find the credentials, without a request to the store."""
@@ -70,7 +70,8 @@ class Bucket:
 
         def client(timeout: float, patience: float) -> Any:
             limits = {"timeout": timeout * second, "connect_timeout": "3s", "allow_http": True}
-            # Time is the limit: a count would give up on a busy store after a second.
+            # Retries are limited by time, since a count would give up on a busy store after a
+            # second.
             retry = {"max_retries": 1000, "retry_timeout": patience * second, "backoff": backoff}
             return from_url(url, client_options=limits, retry_config=retry, **options)
 
@@ -107,7 +108,8 @@ class Bucket:
 
         given = self._settings
         part = max(given.part, size // _MOST_PARTS)
-        # A small one is one request instead of three; of a large block all parts would go at once.
+        # A small object takes one request instead of three, and a large block would send all parts
+        # at once.
         content = _pieces(blocks, part) if size > part else b"".join(blocks)
         options = {"chunk_size": part, "max_concurrency": given.parallel}
         tries = max(2 * _PATIENCE_SECONDS, 4 * given.timeout)
@@ -124,8 +126,8 @@ class Bucket:
                 why = f"{size:,} bytes took more than {limit:.0f} s"
                 raise Unreachable(f"{self.url}/{key}: {why}") from None
             except Exception:
-                # The answer to the last request of an upload may get lost. az and gs refuse it
-                # when it is sent again, though the object is there.
+                # The answer to the last request of an upload may get lost. az and gs refuse the
+                # repeated request although the object exists.
                 stored = False
                 with suppress(BucketError):
                     stored = size > part and self._version(key) != before
@@ -140,8 +142,8 @@ class Bucket:
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Store a small object if there is none; return False if another writer was first.
 
-        The content must be unique to this call: if the answer gets lost, the request is sent again
-        and refused, and only the content tells who was first.
+        The content must be unique to this call: if the answer gets lost, the repeated request is
+        refused, and only the content tells who was first.
         """
         for tries_left in reversed(range(3)):
             try:
@@ -168,7 +170,7 @@ class Bucket:
             if size <= _RANGE:
                 yield found.bytes()
                 return
-        del found  # nothing of it is read
+        del found  # nothing is read
         try:
             for start in range(0, size, _RANGE):
                 content, entry = self.read_range(key, start, min(_RANGE, size - start))
@@ -195,7 +197,7 @@ class BucketPath:
     bucket: Bucket
     key: str
     entry: Any = field(default=None, compare=False)
-    """What a list says of an object."""
+    """The listing of an object."""
     renames = False
 
     def __str__(self) -> str:
@@ -271,11 +273,11 @@ class BucketPath:
     def make(self) -> None: ...
 
     def unlink(self) -> None:
-        with suppress(FileNotFoundError):  # az and gs say so, s3 does not
+        with suppress(FileNotFoundError):  # az and gs report this, s3 does not
             self.bucket.call("delete", self.key)
 
     def remove(self) -> None:
-        """Delete an object, or a folder, which some stores list when it is empty."""
+        """Delete an object, or a folder, which some stores list even if it is empty."""
         with self.bucket.explained():
             found = [entry for part in self.bucket.call("list", self.key) for entry in part]
         inside = [BucketPath(self.bucket, entry["path"]) for entry in found]
@@ -291,7 +293,7 @@ class BucketPath:
         return self / token
 
     def discard(self) -> None:
-        """Keep it: the answer to the last file may have been lost."""
+        """Keep the folder, since the answer to its last file may have been lost."""
 
     def publish(self, staging: Any, last: str = "", content: bytes = b"") -> None:
         if not self.bucket.put_if_absent((self / last).key, content):
@@ -316,8 +318,8 @@ class BucketPath:
     def fetched(
         self, names: Iterable[str], bring: Callable[[BucketPath, LocalPath], object], state: object
     ) -> Iterator[LocalPath]:
-        """Bring them once for all processes of a node, which knows them by the folder's state; they
-        stay while one uses them.
+        """Download files once for all processes of a node, which recognize them by the folder's
+        state; they stay while a process uses them.
         """
         folder = self._cache(state)
         folder.make()
@@ -357,7 +359,7 @@ def _hash(of: object) -> str:
 
 
 Place: TypeAlias = LocalPath | BucketPath
-"""Where files are: a use is right if both kinds have it."""
+"""Where files are; code may use only what both kinds have."""
 
 
 def place(text: str, patience: float = 0, uploads: Uploads = Uploads()) -> Place:
@@ -400,7 +402,7 @@ def _open(url: str, patience: float, uploads: Uploads) -> Bucket:
 
 
 def local_folder(text: str) -> LocalPath:
-    """Return a folder of this machine, where no URL is accepted."""
+    """Return a local folder; raise for a URL."""
     if is_url(text):
         raise UserError(f"{text}: legal: a folder here, which the store's own command can upload")
     return LocalPath(text)
@@ -408,7 +410,7 @@ def local_folder(text: str) -> LocalPath:
 
 def check(url: str, patience: float = 5) -> None:
     """Raise unless this process may list, write, read and delete there, and the store can refuse to
-    overwrite an object.
+    overwrite objects.
     """
     root = bucket_path(url, patience)
     probe = root / f".probe-{uuid4().hex}"
@@ -437,8 +439,8 @@ def check(url: str, patience: float = 5) -> None:
 
 
 def in_own_process(module: str, *arguments: str) -> str:
-    """Run a module that uses a store, for a launcher, which must not do so itself because it forks;
-    return what the module prints.
+    """Run a module that uses a store in another process, for a launcher, which forks and so must
+    not use one; return what the module prints.
     """
     result = subprocess.run(
         [sys.executable, "-m", module, *arguments], capture_output=True, text=True

@@ -1,5 +1,5 @@
-"""A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores. No
-torch.
+"""A rank of the job, read from the environment (torchrun's variables or SLURM_*), and its cores.
+Imports no torch.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Processes that need no imports: forks of this one, as it was when their server was created.
 
 The server is a fork of this process, and ends with it. For each request it forks twice, so that
-this process, which adopts orphans, becomes the parent. Only Linux supports that. No torch."""
+this process, which adopts orphans, becomes the parent. Only Linux supports that. Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies from and to while both go on."""
+"""Host memory that a GPU copies from and to asynchronously."""
 
 import weakref
 from typing import Any

@@ -1,5 +1,5 @@
 """One run per folder: a POSIX record lock on a file, which the system releases when its holder
-ends. No torch.
+ends. Imports no torch.
 
 Such locks work across network file systems, and forked children, such as data loaders, do not
 inherit them. Closing any descriptor of the file would release the lock, so the holder never does.
@@ -36,7 +36,7 @@ def take(path: Path, folder: str) -> None:
             )
         time.sleep(0.1)
     if fault:
-        why = f"the file system has no locks ({fault}): a second run is not refused"
+        why = f"the file system has no locks ({fault}): a second run cannot be refused"
         print_notice(f"{folder}: {why}, and the remains of killed saves are not deleted")
     os.truncate(file, 0)
     holder = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %z')}"

@@ -2,7 +2,7 @@
 in a memory-mapped file.
 
 There is one page per process. Phases have the names that the profiler shows. The file is readable
-even if the process is stopped, holds the GIL, or is dead. No torch before the first phase.
+even if the process is stopped, holds the GIL, or is dead. Imports no torch before the first phase.
 """
 
 import faulthandler

@@ -1,5 +1,5 @@
-"""What a launcher and its workers share: variables, signals, and files in the launcher's folder. No
-torch.
+"""What a launcher and its workers share: variables, signals, and files in the launcher's folder.
+Imports no torch.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Places of files in a file system; bucket.py has the other kind, with the same methods.
 
-`checkpoint/commit.py` relies on this: what was written is on the disk when the call returns, the
-same holds for the new name that `rename` gives, and `rename` is atomic. A bucket renames nothing:
-there an object is whole or not there, and the last one that is put names the others.
+`checkpoint/commit.py` relies on this: written bytes, and the new name that `rename` gives, are on
+disk when the call returns, and `rename` is atomic. A bucket renames nothing: an object is either
+complete or absent, and the last one to be put names the others.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from typing import Any, BinaryIO
 
 
 class LocalPath(PosixPath):
-    """A file or folder, with what a BucketPath does in another way."""
+    """A file or folder, with the methods that BucketPath implements differently."""
 
     renames = True
-    """Whether a folder gets its name once it is whole, and there may be locks; otherwise it is
-    whole once its last file is there.
+    """Whether a folder gets its name once it is complete, and locks may exist; otherwise a folder
+    is complete once its last file exists.
     """
 
     def __reduce__(self) -> Any:
-        """Be pickled as a Path: torch's DCP puts its folder into `.metadata`, which others read."""
+        """Pickle as a Path, since torch's DCP puts its folder into `.metadata`, which other
+        programs read.
+        """
         return Path, self.parts
 
     def local(self) -> LocalPath:
-        """Return the path of this machine, for a library that needs one; raise if there is none."""
+        """Return the local path, for a library that needs one; raise if there is none."""
         return self
 
     def entries(self) -> dict[str, LocalPath]:
-        """Return what is in a folder by name; nothing if it does not exist."""
+        """Return a folder's entries by name; none if it does not exist."""
         return {path.name: path for path in self.iterdir()} if self.is_dir() else {}
 
     def blocks(self) -> Iterator[bytes]:
@@ -44,7 +46,7 @@ class LocalPath(PosixPath):
             yield from iter(partial(file.read, 1 << 20), b"")
 
     def put(self, content: bytes) -> None:
-        """Write a small file, which is whole in its old or new content."""
+        """Write a small file, which always has either its old or its new content."""
         with whole_file(self) as file:
             file.write(content)
 
@@ -52,8 +54,8 @@ class LocalPath(PosixPath):
         """Write a large file of about this size; return its size and checksum."""
         with self.open("wb") as file:
             file.writelines(blocks)
-        # Summed after the write: the checksum is of the file's content, and the disk works
-        # meanwhile.
+        # The checksum is taken after the write, so that it is of the file's content, and the disk
+        # works meanwhile.
         with ThreadPoolExecutor(1) as pool:
             synced = pool.submit(sync, self)
             checksum = crc32(self.blocks())
@@ -61,24 +63,24 @@ class LocalPath(PosixPath):
         return self.stat().st_size, checksum
 
     def make(self) -> None:
-        """Make a folder, where there are any."""
+        """Make a folder, if this kind of place has folders."""
         os.makedirs(self, exist_ok=True)
 
     def remove(self) -> None:
-        """Delete a file, a link but not its target, or a folder with what it holds, if it is
-        there.
-        """
+        """Delete a file, a link but not its target, or a folder with its content, if it exists."""
         if self.is_dir() and not self.is_symlink():
             shutil.rmtree(self)
         else:
             self.unlink(missing_ok=True)
 
     def is_taken(self, last: str) -> bool:
-        """Return whether there is a folder, by the file that is put last, and not its remains."""
+        """Return whether a folder exists, rather than its remains, judging by the file that is put
+        last.
+        """
         return self.is_file() or bool(self.entries())
 
     def staging(self, token: str) -> LocalPath:
-        """Return where all ranks write the files of a folder until it is published."""
+        """Return the place where all ranks write the files of a folder until it is published."""
         return self.with_name(f".{self.name}.{token}.staging")
 
     def discard(self) -> None:
@@ -86,15 +88,15 @@ class LocalPath(PosixPath):
         self.remove()
 
     def publish(self, staging: Any, last: str = "", content: bytes = b"") -> None:
-        """Give a folder its name once its files are on the disk: it is whole or not there. An
-        empty folder of that name is replaced.
+        """Give a folder its name once its files are on disk, so that it is either complete or
+        absent. An empty folder of that name is replaced.
         """
         sync(staging)
         rename(staging, self)
 
     def withdraw(self, last: str) -> None:
-        """Delete a published folder: first its name, so that half of one is never taken for a whole
-        one.
+        """Delete a published folder, first its name, so that half of it is never taken for a
+        complete one.
 
         If it is a link to another place, such as an archive, only the link is deleted.
         """
@@ -105,33 +107,37 @@ class LocalPath(PosixPath):
         deleted.remove()
 
     def draft(self) -> LocalPath:
-        """Return where a process makes this folder, and goes on with it after it was killed."""
+        """Return the place where a process makes this folder, and where it continues after being
+        killed.
+        """
         return self.with_name(f".{self.name}.preparing")
 
     def publish_draft(self, last: str) -> None:
-        """Publish the folder that was made there."""
+        """Publish the folder made there."""
         self.publish(self.draft())
 
     def fetched(
         self, names: Iterable[str], bring: Callable[[LocalPath, LocalPath], object], state: object
     ) -> AbstractContextManager[LocalPath]:
-        """Yield a folder of this machine with these files."""
+        """Yield a local folder with these files."""
         return nullcontext(self)
 
     def forget(self, state: object) -> None:
-        """Delete what was fetched, unless another process uses it."""
+        """Delete fetched files, unless another process uses them."""
 
     def of_run(self, name: str) -> LocalPath:
-        """Return where the run of this folder has its checkpoints; a bucket has them itself."""
+        """Return the folder of checkpoints of the run in this folder; a bucket contains them
+        directly.
+        """
         return self if self.name == name else self / name
 
     def free_bytes(self) -> int:
-        """Return for how many bytes there is room."""
+        """Return the number of free bytes."""
         return shutil.disk_usage(self).free
 
 
 def user_cache() -> LocalPath:
-    """Return the user's folder of what can be made again."""
+    """Return the user's cache folder."""
     return LocalPath(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlite"
 
 

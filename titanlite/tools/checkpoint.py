@@ -40,7 +40,7 @@ from titanlite.tools.load import (
 )
 
 _SHOWN_DIFFERENCES = 10
-_COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are numbers of things
+_COUNTS = ("step", "tokens", "consumed")  # the fields of a position that are counts
 _ABOUT = (
     "a checkpoint (…/step-N), or {} of a folder of them or of a run's dump folder; "
     "also a URL (s3://, gs://, az://)"
@@ -103,12 +103,12 @@ def _verify(arguments: Namespace) -> int:
 
 
 def _describe_base(manifest: Manifest | None) -> str:
-    """Return where the weights that adapters belong to are, and whether they exist."""
+    """Return the place of the weights that adapters belong to, and whether they exist."""
     if not manifest or not manifest.base:
         return ""
     folder = place(manifest.base.folder)
     is_there = (folder / MANIFEST).exists() or (folder / "config.json").exists()
-    return f"; its base, {folder}, is {'there' if is_there else 'NOT there'}"
+    return f"; its base, {folder}, {'exists' if is_there else 'is MISSING'}"
 
 
 def _check(folder: Place, full: bool) -> tuple[Manifest | None, list[str]]:
@@ -299,7 +299,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], str, str, Options]] = {
                 "the copy of a Hugging Face folder",
                 place,
             ),
-            "--all": "every complete checkpoint of FROM; those that are there stay as they are",
+            "--all": "every complete checkpoint of FROM, except those that TO has already",
         },
     ),
 }

@@ -52,12 +52,12 @@ def _copy(source: Place, root: Place) -> None:
         return
     if target.is_taken(MANIFEST):
         raise UserError(f"{target} exists, and is no copy of {source}; name another folder")
-    target.remove()  # what a killed copy left in a bucket
+    target.remove()  # left in a bucket by a killed copy
     root.make()
     with staging_folder(target, None, "the copy") as staging:
         files = track_files(manifest.files.items())
         transfer.copy_files(source / manifest.attempt, staging, files)
-        manifest = read_manifest(source)  # it may be gone by now: then nothing is published
+        manifest = read_manifest(source)  # it may be gone by now; then nothing is published
         publish_step(staging, target, replace(manifest, attempt=""))
     if manifest.step == committed(root)[-1]:
         point_latest(root, manifest.step)

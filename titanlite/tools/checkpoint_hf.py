@@ -141,7 +141,7 @@ def _counted(
 
 
 def _model(folder: Place, config: JobConfig, package: str) -> tuple[ModelSpec, Any]:
-    """Return the model that a checkpoint has weights of."""
+    """Return the model whose weights a checkpoint contains."""
     from titanlite.registry import get_model
 
     if config.model.package and not package:
@@ -157,8 +157,8 @@ def _model(folder: Place, config: JobConfig, package: str) -> tuple[ModelSpec, A
 
 
 def _tokenizer(named: str, config: JobConfig) -> Tokenizer | None:
-    """Return the tokenizer of a folder named by --tokenizer, or the run's own; an error if it is
-    not here.
+    """Return the tokenizer of a folder named by --tokenizer, or the run's own; raise if it is
+    missing.
     """
     from titanlite.data.tokenizer import load_tokenizer, tokenizer_of
 
@@ -178,7 +178,7 @@ def _tokenizer(named: str, config: JobConfig) -> Tokenizer | None:
 
 
 def import_folder(arguments: Namespace, *overrides: str) -> int:
-    """Write a checkpoint that starts from a Hugging Face folder."""
+    """Write a checkpoint with the weights of a Hugging Face folder."""
     import torch
 
     from titanlite.checkpoint.hf.load import HuggingFaceFolder, to_checkpoint
@@ -190,7 +190,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
         raise UserError(f"{target} has checkpoints already; import into another folder")
     if is_foreign(source):
         raise UserError(f"{source}: {FOREIGN.format(source)}")
-    read_config(source)  # without one the error would name model.flavor
+    read_config(source)  # otherwise the error would name model.flavor
     config = load_valid(
         parse_command_line(_of_folder(source, [*overrides], os.environ), os.environ)
     ).config
@@ -215,7 +215,7 @@ def import_folder(arguments: Namespace, *overrides: str) -> int:
 
 
 def copy_folder(source: Place, target: Place) -> int:
-    """Copy a folder of others."""
+    """Copy another program's folder."""
     from titanlite.checkpoint.commit import staging_folder
 
     folder = target.local()

@@ -12,16 +12,14 @@ from titanlite.config.toml import to_toml
 from titanlite.errors import UserError, counted
 from titanlite.runtime.cluster import read_number
 
-_ABOUT = """Print the config that `titanlite train` would run with the same options: \
-files and command line merged,
-checked, with all defaults. Or print the part that an option below selects. \
-No process is started and no GPU is
-needed, so a laptop can judge the layout of a cluster."""
+_ABOUT = """Print the config that `titanlite train` would run with the same options: files and \
+command line merged, checked, with all defaults. Or print the part that an option below selects. \
+No process is started and no GPU is needed, so a laptop can check the layout of a cluster."""
 
 
 _SHOWS = {
     "--schedule": "print which groups of parameters FSDP2 gathers ahead of their turn, "
-    "forward and backward: what the fsdp_ keys of [parallelism] lead to",
+    "forward and backward, as set by the fsdp_ keys of [parallelism]",
     "--placements": "print the mesh: groups of ranks, and how many nodes they cross "
     "(NGPU: ranks of a node, default 8); then the techniques that are applied, "
     "and each parameter's split and shape on rank 0",

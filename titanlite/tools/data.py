@@ -36,24 +36,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare `prepare` and `show`."""
     making: Options = {
         "SRC …": f"{', '.join(SUFFIXES)} files (with --from: .bin, .npy), or folders of them",
-        "--out FOLDER": ("where the shards are written, also a URL", place, None, True),
-        "--text-key NAME": ("the field or column that has the text (default: text)", str, "text"),
-        "--tokenizer FOLDER": ("has tokenizer.json (default: bytes)", str, ""),
+        "--out FOLDER": ("the folder or URL to write the shards to", place, None, True),
+        "--text-key NAME": ("the field or column with the text (default: text)", str, "text"),
+        "--tokenizer FOLDER": ("a folder with tokenizer.json (default: bytes)", str, ""),
         f"--from {'|'.join(FORMATS)}": (
-            "SRC holds token ids of another program, or nothing but ids of a type: they stay where "
-            "they are, and --out gets a list of them and where documents end: as other files say, "
-            "or after each end token of --tokenizer",
+            "SRC holds token ids of another program, or bare ids of a type. They stay in place, "
+            "and --out gets a list of them and of the ends of documents, which other files give, "
+            "or else the end tokens of --tokenizer",
             str,
         ),
         "--workers N": ("default: all cores", positive_int, cores()),
     }
     about = "tokenize text into shards; a stopped run continues where it stopped"
     example = "prepare books wiki.jsonl --tokenizer assets/hf/gpt2 --out shards"
-    shown = "print windows of a data set as the model sees them, with what is trained in color"
+    shown = "print windows of a data set as the model sees them, with trained tokens in color"
     windows: Options = {
         "FILE": ("a data set's file, folder or URL, or a config (.toml) that names one", str),
         "--n N": ("windows (default: 2)", positive_int, 2),
-        "--first N": ("the first one's number in the order of a run (default: 0)", int, 0),
+        "--first N": ("number of the first window in a run's order (default: 0)", int, 0),
         "--ids": "print the ids of the tokens too",
     }
     commands = {
@@ -120,7 +120,7 @@ def _require_apart(sources: dict[str, Documents]) -> None:
 
 
 def counts_line(manifest: dict[str, Any]) -> str:
-    """Return a manifest's numbers of tokens, documents and shards."""
+    """Return the numbers of tokens, documents and shards in a manifest."""
     numbers = {name: manifest[name] for name in ("tokens", "documents")} | {
         "shards": len(manifest["shards"])
     }

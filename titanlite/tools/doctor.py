@@ -44,12 +44,11 @@ _SHOWN = (
 _SECRET = "TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH"
 _DUMP = "rank_"
 _SHARED_MEMORY = 256 << 20
-"""NCCL's ranks of one host talk through it; a container has 64 MiB if not told otherwise."""
+"""NCCL's ranks of one host communicate through it; a container has 64 MiB by default."""
 _ABOUT = """Start the workers as `titanlite train` would with the same options and environment, \
-compare what the ranks
-have, time their network, and print it all with what looks wrong, for a bug report. \
-Nothing is trained, nothing is
-written into the dump folder, and variables that may hold a secret are not shown."""
+compare the ranks, time their network, and print everything, with what looks wrong, for a bug \
+report. Nothing is trained, nothing is written into the dump folder, and variables that may hold \
+a secret are not shown."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

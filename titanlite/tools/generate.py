@@ -28,7 +28,7 @@ _KEYS = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = 'example: titanlite generate outputs --prompt "def " --tokens 100 --seed 1'
-    samples = "texts to sample, each with a seed of its own: --seed and those after it (default: 1)"
+    samples = "texts to sample, with --seed and the seeds after it (default: 1)"
     nucleus = (
         "nucleus sampling: keep the most likely tokens whose probabilities add up to P (default: 1)"
     )

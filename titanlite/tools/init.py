@@ -37,7 +37,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content, encoding="utf-8")
     LocalPath(name).publish(staging)
-    print(f"{name}/ has a model, its config and its proof; README.md there is a page about it\n")
+    print(f"{name}/ has a model, its config and its test; its README.md explains them\n")
     print(f"  cd {name}")
     print("  " + command_line("titanlite", "train", "--config", f"{name}.toml"))
     return 0
@@ -50,7 +50,7 @@ def _check(name: str) -> None:
     if name in model_names():
         raise UserError(f'"{name}" is a model of titanlite; take another name')
     if Path(name).exists():
-        raise UserError(f"{name} exists already, and was left as it is")
+        raise UserError(f"{name} exists already, and was not changed")
     if find_spec(name):
         raise UserError(f'"{name}" is a Python package already; take another name')
 

@@ -173,7 +173,7 @@ def find_checkpoints(path: Place) -> list[Place]:
 
 
 def _why_none(path: Place) -> str:
-    """Return why a place has no checkpoint, and what may be meant."""
+    """Return why a place has no checkpoint, and what the user may have meant."""
     if not path.exists():
         steps = committed(path.parent)
         beside = f"; steps there: {', '.join(map(str, steps))}" if steps else ""
@@ -191,8 +191,9 @@ def find_checkpoint(path: Place) -> Place:
 
 
 def whole_manifest(folder: Place, full: bool = False, then: str = "") -> Manifest:
-    """Return the manifest of a checkpoint; CorruptCheckpoint unless all files are there in their
-    sizes, and the documents, or with `full` all files, byte for byte."""
+    """Return the manifest of a checkpoint; raise CorruptCheckpoint unless all files exist at their
+    sizes, and the documents (with `full`, all files) match byte for byte.
+    """
     manifest = read_manifest(folder)
     damage = faults(folder, manifest, DOCUMENTS)
     if full and not damage:
@@ -204,9 +205,7 @@ def whole_manifest(folder: Place, full: bool = False, then: str = "") -> Manifes
 
 @contextmanager
 def brought(step: Place) -> Iterator[LocalPath]:
-    """Yield the folder here with all files of a checkpoint; what is brought is deleted at the
-    end.
-    """
+    """Yield a local folder with all files of a checkpoint; downloads are deleted at the end."""
     manifest = read_manifest(step)
     names = (name for name, _ in track_files(manifest.files.items()))
     try:

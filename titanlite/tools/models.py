@@ -1,5 +1,5 @@
 """`titanlite models`: the registered models, their flavors and the fields that model.overrides
-sets. No torch.
+sets. Imports no torch.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     for name in names:
         try:
             specs.append(get_model(name))
-        except UserError as error:  # a broken package does not hide the other models
+        except UserError as error:  # a broken package must not hide the other models
             if arguments.name:
                 raise
             print_notice(str(error))

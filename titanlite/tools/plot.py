@@ -61,7 +61,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def read_runs(dumps: list[Path]) -> list[Run]:
-    """Read the runs; of several, skip what is not one, such as a log that a shell matched."""
+    """Read the runs; if there are several, skip other files, such as a log that a shell matched."""
     runs: list[Run] = []
     for dump in dumps:
         try:
@@ -161,7 +161,7 @@ def _draw_panel(axes: Axes, key: str, curves: list[tuple[np.ndarray, np.ndarray]
     for number, (x, y) in enumerate(curves):
         color = f"C{number}"  # defined by the style
         marker = ""
-        if len(y) <= 60 or not np.isfinite(y).all():  # no line shows a value between two nans
+        if len(y) <= 60 or not np.isfinite(y).all():  # a line shows no value between two nans
             marker = "."
         axes.plot(x, y, color=color, alpha=0.5, lw=0.8, marker=marker)
         mean = y if key in AS_LOGGED else smooth(y)

@@ -1,4 +1,4 @@
-"""The record of a run in its folder: metrics and events. No torch, no matplotlib."""
+"""The record of a run in its folder: metrics and events. Imports neither torch nor matplotlib."""
 
 from __future__ import annotations
 

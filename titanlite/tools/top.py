@@ -27,8 +27,8 @@ LAST_STARTS = 6
 """Number of starts that are shown; a report has all."""
 PLACE = "phase step seconds host".split()
 ABOUT = """Show a run: its curves, the place of each rank, memory, saves, restarts, hangs and bad \
-steps. Only files are read, so that another machine of the cluster will do, and a run that is \
-over has a view too."""
+steps. It only reads files, so it works on any machine that sees them, and for a run that has \
+ended."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -169,9 +169,7 @@ def _python(*arguments: str, **environ: str) -> str:
 
 
 def _train_and_kill(run: Path) -> None:
-    """Start a run on 4 ranks, and kill all its processes at once when it has reached step
-    KILL_AFTER.
-    """
+    """Start a run on 4 ranks, and kill all its processes at once after step KILL_AFTER."""
     arguments = [*f"train --parallelism.tensor_parallel_degree 2 {RUN}".split(), str(run)]
     print(f"   NGPU=4 titanlite {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "titanlite", *arguments]

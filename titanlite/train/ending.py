@@ -1,6 +1,6 @@
 """The lines that a run prints at its end: where its files are, and what to type next.
 
-No torch: the launcher prints them too.
+Imports no torch, since the launcher prints them too.
 """
 
 from pathlib import Path

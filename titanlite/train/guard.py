@@ -24,7 +24,7 @@ _NEVER = 2**62
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on every rank with a bad step's number, a line for the log, and metrics."""
 Read = Callable[[], list[float]]
-"""Returns values, once they are on the host."""
+"""Returns values once they are on the host."""
 
 
 def late_copy(values: torch.Tensor) -> Read:

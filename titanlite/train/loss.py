@@ -168,8 +168,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     sums[number] = gradient.to(wide, copy=True)
                 else:
                     sums[number].add_(gradient)
-                del gradient  # as large as the weight: freed before the next logits are computed
-            hidden_gradients += gradients  # hidden's, if it is left
+                del gradient  # as large as the weight, so freed before the next logits are computed
+            hidden_gradients += gradients  # that of `hidden`, if it is left
         joined = None
         if hidden_gradients:
             joined = _join(hidden_gradients)

@@ -182,8 +182,8 @@ class Report:
             written = save.costs["write"]
             if written > grace:
                 self.log.warning(
-                    f"step {save.step} took {written:.0f} s to write, and a run that is asked to "
-                    f"stop has fault.grace_seconds = {grace}: give it more, or it loses that save"
+                    f"step {save.step} took {written:.0f} s to write, but a stopping run has only "
+                    f"fault.grace_seconds = {grace}: raise it, or a stop may lose its save"
                 )
 
     def _write(self, step: int, values: Values, tags: Values) -> None:

@@ -119,7 +119,7 @@ def write_error_file(error: BaseException, environ: Mapping[str, str]) -> None:
         "timestamp": str(int(now)),
         "time": now,
         "step": OWN_PAGE.step,
-        "is_user_error": isinstance(error, UserError),  # needs one line, and no traceback
+        "is_user_error": isinstance(error, UserError),  # needs one line and no traceback
     }
     content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
     LocalPath(path).put(json.dumps(content).encode())

@@ -44,8 +44,8 @@ DESCRIPTION = """\
 Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
 each row with the plain module in one process: initial values, gradients, their norm, and weights. \
 No GPU is needed.
---optimizer.name of a registered optimizer of your own proves that one, in the rows in float64,
-and --lora.rank adapters.
+--optimizer.name checks a registered optimizer of your own, in the float64 rows, and --lora.rank
+adapters.
 The exit code is 0 if all rows are equal, 1 if one is not."""
 
 

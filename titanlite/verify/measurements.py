@@ -83,8 +83,9 @@ def after_steps(optimizer: str, steps: int) -> str:
 def ragged_batch(vocab_size: int, tokens: int, kind: str = "") -> MicroBatch:
     """Return SAMPLES samples of `tokens` tokens, with some labels ignored, in the first half all.
 
-    In "one slice", no token is in the slice of the vocabulary of the second of two tensor-parallel
-    ranks; with "documents" each sample has three of them."""
+    In "one slice", no token is in the vocabulary slice of the second of two tensor-parallel ranks;
+    with "documents" each sample has three documents.
+    """
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(vocab_size, (SAMPLES, tokens + 1), generator=generator)
     if kind == "one slice":

@@ -35,7 +35,7 @@ from titanlite.runtime.distributed import set_collective_timeout, shared_device
 from titanlite.train.trainer import Trainer
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take after one has failed."""
+"""Time for the other ranks to finish after one has failed."""
 MAX_GROUP_REBUILDS = 32
 """How often a process gets new groups before it is replaced: torch's caches keep destroyed groups,
 whose threads poll; hundreds of them use half of a small machine. A new process costs about as much

@@ -13,18 +13,13 @@ from titanlite.verify.runner import Result
 from titanlite.verify.table import COLUMNS
 
 _ABOUT = """\
-Every layout with every recomputation, accumulation and variant; \
-in the other columns every valid pair of
-choices occurs, not every combination. \
-Each row is compared with the plain module in one process on the
-whole batch, at least one data-parallel rank having no valid token: initial values bit for bit, then
-gradients, their norm (p = 2 and inf), the loss, and the weights after one step of SGD, \
-three of AdamW and,
-in float64, one of Muon. bfloat16 is mixed precision, compared with float32; \
-pure bf16 has bf16 weights, as
-has its reference. Errors are of full tensors, ||x - ref|| / ||ref||; \
-where ||ref|| is below a thousandth
-of the norm of all tensors of its kind, that takes its place.
+Every layout with every recomputation, accumulation and variant. In the other columns every valid
+pair of choices occurs, but not every combination. Each row is compared with the plain module in
+one process on the whole batch, in which at least one data-parallel rank has no valid token: initial
+values bit for bit, then gradients, their norm (p = 2 and inf), the loss, and the weights after one
+step of SGD, three of AdamW and, in float64, one of Muon. bfloat16 is mixed precision, compared with
+float32; pure bf16 has bf16 weights, like its reference. Errors are of full tensors,
+||x - ref|| / ||ref||, with ||ref|| at least a thousandth of the norm of all tensors of its kind.
 """
 _WIDTHS = {
     "layout": 16,

@@ -1,3 +1,4 @@
 """Exchange with Hugging Face folders: names and transforms, files, export and loading. May import
 the rest of checkpoint and the rooms below it. Never downloads, never runs code from a folder, and
-never has a whole model in memory."""
+never holds a whole model in memory.
+"""

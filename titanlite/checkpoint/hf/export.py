@@ -1,8 +1,8 @@
 """Write the weights of a checkpoint to a folder for other tools.
 
-Files are written one by one, from tensors that are read one by one. A process has the tensors of
-one file in memory, at most FILE_BYTES or what a single larger parameter becomes, but never the
-model. The folder is staged and renamed like a checkpoint.
+Files are written one by one, from tensors that are read one by one. A process holds the tensors of
+one file in memory (at most FILE_BYTES, or one larger parameter), but never the model. The folder is
+staged and renamed like a checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence

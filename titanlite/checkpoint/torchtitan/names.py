@@ -1,4 +1,4 @@
-"""Names of a model's tensors in TorchTitan's checkpoints. No torch."""
+"""Names of a model's tensors in TorchTitan's checkpoints. Imports no torch."""
 
 from typing import Any
 
