@@ -12,10 +12,10 @@ def reader(folder: Any, tensors: Any = None) -> Any:
     Given tensors, by their names in the step, it lists only what this rank's parts of them need.
     """
     from titanlite.checkpoint.manifest import read_manifest
-    from titanlite.checkpoint.read import Reader
+    from titanlite.checkpoint.read import CheckpointReader
     from titanlite.runtime.bucket import place
 
-    return Reader(place(f"{folder}"), read_manifest(place(f"{folder}")), tensors)
+    return CheckpointReader(place(f"{folder}"), read_manifest(place(f"{folder}")), tensors)
 
 
 def planner(group: Any = None) -> Any:

@@ -82,7 +82,7 @@ def _shard(
     model: nn.Module,
     context: Context,
     groups: Sequence[list[nn.Module]],
-    plan: fsdp_schedule.Schedule,
+    plan: fsdp_schedule.PrefetchSchedule,
     experts: Collection[nn.Module],
 ) -> None:
     """Apply FSDP2 to each group, and to the root."""
@@ -165,7 +165,7 @@ _METHODS = {
 """Keys, and FSDP2's methods for them, which torch 2.14 has."""
 
 
-def check_torch(settings: Parallelism) -> None:
+def check_keys(settings: Parallelism) -> None:
     """Raise a UserError if a key needs a later torch."""
     for key, method in _METHODS.items():
         if getattr(settings, key) and not hasattr(FSDPModule, method):
