@@ -1,7 +1,7 @@
 """Checkpoints: saving, committing, verifying, loading and resuming; hf and torchtitan exchange them
-with other programs. May import parallel, data, observe, runtime, config, registry, layout and
-errors; not train, optim or above. Never unpickles a file except torch's .metadata, nor writes into
-a committed folder; only runtime/store.py, safetensors and torch's DCP open files."""
+with other programs. May import parallel, data, observe, runtime, config, registry and errors;
+not train, optim or above. Never unpickles a file except torch's .metadata, nor writes into a
+committed folder; only runtime/store.py, safetensors and torch's DCP open files."""
 
 from typing import Any
 
