@@ -162,7 +162,7 @@ _METHODS = {
     "fsdp_separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
     "enable_fsdp_symm_mem": "set_symm_mem_for_comm",
 }
-"""Keys, and FSDP2's methods for them, which torch 2.14 has."""
+"""Keys, and FSDP2's methods for them, which torch has from 2.14 on."""
 
 
 def check_keys(settings: Parallelism) -> None:

@@ -154,7 +154,7 @@ ROOT = frozenset(("the root",))
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     """Append the modules of each all-gather and each reduction, in the order they are issued."""
     with warnings.catch_warnings():
-        # torch 2.11 warns about longer profiles.
+        # Until torch 2.14 is the minimum: 2.11 warns about longer profiles.
         warnings.filterwarnings("ignore", message=".*clears events")
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()

@@ -229,7 +229,7 @@ def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> R
     if compiler.enable and "model" in compiler.components:
         why = "a compiled block would run its whole backward pass for each of the halves"
         yield "compile.components", f'{why}; remove "model", or {instead}'
-    # torch 2.14 recomputes a block of llama3 10 times.
+    # Still so in torch 2.14, which recomputes a block of llama3 10 times.
     if config.activation_checkpoint.mode in ("full", "selective"):
         why = "a split backward pass would recompute a block again for each of its parameters"
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
