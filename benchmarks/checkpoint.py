@@ -142,11 +142,11 @@ def _turn() -> Iterator[None]:
 
 def steps_beside_an_upload(rounds: int, root: str) -> None:
     """Print the seconds of uploads, and the ratios of steps in a round."""
-    from titanlite.runtime.bucket import copy
+    from titanlite.runtime.bucket import copy_file
     from titanlite.runtime.store import LocalPath
 
     step = timed_step()
-    ways: dict[str, Callable[[Any, Any], object]] = {"copy": copy, "put": _put}
+    ways: dict[str, Callable[[Any, Any], object]] = {"copy": copy_file, "put": _put}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         file = LocalPath(folder, "rank-0.safetensors")
         file.write_bytes(os.urandom(512 << 20))

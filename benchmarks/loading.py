@@ -30,7 +30,7 @@ from titanlite.data.foreign import list_tokens, token_files  # noqa: E402
 from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
-from titanlite.data.shuffle import Order, RankSlice  # noqa: E402
+from titanlite.data.shuffle import RankSlice, SampleOrder  # noqa: E402
 from titanlite.data.sources import open_shards  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
@@ -103,7 +103,7 @@ def _compare_with_a_store(arguments: argparse.Namespace) -> None:
 
 def _time_gather(path: Path, seq: int) -> float:
     """Return the seconds to gather inputs and labels of each window, as a model takes them."""
-    tokens, order = np.load(path, mmap_mode="r"), Order((TOKENS - 1) // seq, 0)
+    tokens, order = np.load(path, mmap_mode="r"), SampleOrder((TOKENS - 1) // seq, 0)
     starts = np.array([order(number) * seq for number in range((WARM_UP + MEASURED) * BATCH)])
     start_time = 0.0
     for batch, first in enumerate(range(0, len(starts), BATCH)):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from benchmarks.harness import keep  # noqa: E402
 from titanlite.data.shards import id_type  # noqa: E402
-from titanlite.data.shuffle import Order  # noqa: E402
+from titanlite.data.shuffle import SampleOrder  # noqa: E402
 from titanlite.models.llama3 import FLAVORS, SPEC, shape  # noqa: E402
 from titanlite.observe.throughput import flops_per_token, peak_tflops  # noqa: E402
 from titanlite.parallel.build import build_meta_model  # noqa: E402
@@ -57,7 +57,7 @@ class Plain:
             batch,
             device,
         )
-        self.order = Order((len(self.tokens) - 1) // seq, seed=0)
+        self.order = SampleOrder((len(self.tokens) - 1) // seq, seed=0)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         with torch.device(device):
             self.model = build(flavor, seq)

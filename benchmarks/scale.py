@@ -23,7 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.harness import keep  # noqa: E402
 from tests.checkpoint.test_places import large  # noqa: E402
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest  # noqa: E402
-from titanlite.checkpoint.places import rank_file, spread  # noqa: E402
+from titanlite.checkpoint.places import spread, tensor_file  # noqa: E402
 from titanlite.config.schema import JobConfig  # noqa: E402
 from titanlite.data.mixture import Mixture  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
@@ -122,7 +122,7 @@ def replicas(ranks: int) -> dict[str, float]:
 def checkpoint(ranks: int) -> dict[str, float]:
     """The manifest of 405B with AdamW, made by rank 0 and read by any rank."""
     tensors = large(ranks // A_NODE, A_NODE)
-    files = {rank_file(rank): File(1 << 32, 1 << 31) for rank in range(ranks)}
+    files = {tensor_file(rank): File(1 << 32, 1 << 31) for rank in range(ranks)}
 
     def make() -> None:
         manifest = Manifest(1, False, files, {**spread(tensors)})

@@ -79,12 +79,12 @@ def small_overrides(kind: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     from titanlite.models.transformers import flavor_of
-    from titanlite.models.transformers.model import config_of
+    from titanlite.models.transformers.model import transformers_config
     from titanlite.models.transformers.probe import small_config
 
     declared = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
     decoder = {k: v for k, v in DECODER.items() if declared.get(k) is not v and k in declared}
-    config = config_of(flavor_of({"model_type": kind, **decoder}))
+    config = transformers_config(flavor_of({"model_type": kind, **decoder}))
     default = config.to_dict()
     small = small_config(config)
     changed = {key: value for key, value in small.items() if value != default.get(key)}
@@ -96,7 +96,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     """Write the class's folder, let transformers read it, and return the error of its logits."""
     from transformers import AutoModelForCausalLM
 
-    from titanlite.checkpoint.hf.export import export
+    from titanlite.checkpoint.hf.export import write_folder
     from titanlite.checkpoint.hf.names import Translation, documents
 
     job = job_of(kind, overrides, [], 1)
@@ -111,7 +111,7 @@ def reload(kind: str, overrides: dict[str, Any], weights: dict[str, torch.Tensor
     with tempfile.TemporaryDirectory() as folder:
         target = LocalPath(folder, "hf")
         tensors = translation.hf_tensors(torch.float32)
-        export(target, tensors, files, lambda name: weights[name])
+        write_folder(target, tensors, files, lambda name: weights[name])
         theirs, info = AutoModelForCausalLM.from_pretrained(
             target, output_loading_info=True, dtype=torch.float32
         )

@@ -1,13 +1,15 @@
 """GPT-2: flavors, and the table with a row per parameter pattern."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.models.common import Epsilon, Size
 from titanlite.models.gpt2.hf import HF
 from titanlite.registry import (
     FusedSlice,
+    Init,
     ModelDims,
     ModelSpec,
+    Role,
     Rule,
     Transposed,
     normal,
@@ -63,62 +65,53 @@ def parameters(c: GPT2Config) -> int:
 
 
 def rules(c: GPT2Config) -> tuple[Rule, ...]:
-    """Return the table.
+    """Return the table. The more layers write into the residual stream, the smaller they start."""
+    reads = normal(0.02)
+    writes = normal(0.02 / (2 * c.n_layers) ** 0.5)
+    tokens = "transformer.wte.weight"
+    positions = "transformer.wpe.weight"
+    return (
+        Rule("tok_embeddings.weight", reads, "embedding", tokens, tied="output.weight"),
+        Rule("pos_embeddings.weight", reads, "embedding", positions),
+        *_norm("layers.*.attention_norm", "transformer.h.*.ln_1"),
+        *_third("attention.wq", 0, reads),
+        *_third("attention.wk", 1, reads),
+        *_third("attention.wv", 2, reads),
+        *_linear("attention.wo", "attn.c_proj", writes, "row"),
+        *_norm("layers.*.ffn_norm", "transformer.h.*.ln_2"),
+        *_linear("feed_forward.w1", "mlp.c_fc", reads, "column"),
+        *_linear("feed_forward.w2", "mlp.c_proj", writes, "row"),
+        *_norm("norm", "transformer.ln_f"),
+    )
 
-    The more layers write into the residual stream, the smaller they start.
 
-    Hugging Face's matrices have a row per input, and queries, keys and values are columns of one
-    matrix.
-    """
-    into = normal(0.02)
-    out_of = normal(0.02 / (2 * c.n_layers) ** 0.5)
-    transposed = (Transposed(),)
-    block = "layers.*."
-    hf = "transformer.h.*."
-    table = [
-        Rule(
-            "tok_embeddings.weight",
-            normal(0.02),
-            "embedding",
-            "transformer.wte.weight",
-            tied="output.weight",
-        ),
-        Rule("pos_embeddings.weight", normal(0.02), "embedding", "transformer.wpe.weight"),
-    ]
-    for i, name in enumerate(("wq", "wk", "wv")):
-        ours = f"{block}attention.{name}."
-        fused = hf + "attn.c_attn."
-        table += [
-            Rule(
-                ours + "weight",
-                into,
-                "column",
-                fused + "weight",
-                transposed,
-                FusedSlice(i, 3, dim=1),
-            ),
-            Rule(ours + "bias", zeros, "column", fused + "bias", part=FusedSlice(i, 3)),
-        ]
-    for ours, theirs in (("attention.wo.", "attn.c_proj."), ("feed_forward.w2.", "mlp.c_proj.")):
-        table += [
-            Rule(block + ours + "weight", out_of, "row", hf + theirs + "weight", transposed),
-            Rule(block + ours + "bias", zeros, "replicated", hf + theirs + "bias"),
-        ]
-    table += [
-        Rule(block + "feed_forward.w1.weight", into, "column", hf + "mlp.c_fc.weight", transposed),
-        Rule(block + "feed_forward.w1.bias", zeros, "column", hf + "mlp.c_fc.bias"),
-    ]
-    norms = {
-        block + "attention_norm.": hf + "ln_1.",
-        block + "ffn_norm.": hf + "ln_2.",
-        "norm.": "transformer.ln_f.",
-    }
-    for ours, theirs in norms.items():
-        table += [
-            Rule(ours + "weight", ones, "norm", theirs + "weight"),
-            Rule(ours + "bias", zeros, "norm", theirs + "bias"),
-        ]
-    return tuple(table)
+def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    return (
+        Rule(f"{ours}.weight", ones, "norm", f"{theirs}.weight"),
+        Rule(f"{ours}.bias", zeros, "norm", f"{theirs}.bias"),
+    )
+
+
+def _linear(ours: str, theirs: str, init: Init, role: Role) -> tuple[Rule, Rule]:
+    """Return the rows of a layer of every block. Hugging Face's matrix has a row per input."""
+    bias: Role = "column"
+    if role == "row":
+        bias = "replicated"
+    ours = f"layers.*.{ours}"
+    theirs = f"transformer.h.*.{theirs}"
+    return (
+        Rule(f"{ours}.weight", init, role, f"{theirs}.weight", (Transposed(),)),
+        Rule(f"{ours}.bias", zeros, bias, f"{theirs}.bias"),
+    )
+
+
+def _third(ours: str, index: int, init: Init) -> tuple[Rule, Rule]:
+    """Return the rows of wq, wk or wv, which Hugging Face joins as columns of one matrix."""
+    weight, bias = _linear(ours, "attn.c_attn", init, "column")
+    return (
+        replace(weight, part=FusedSlice(index, 3, dim=1)),
+        replace(bias, part=FusedSlice(index, 3)),
+    )
 
 
 SPEC = register_model(

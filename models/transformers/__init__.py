@@ -95,11 +95,11 @@ class TransformersSpec(ModelSpec):
         if not values.get("model_type"):
             raise UserError("model.overrides has no model_type; flavor hf takes a config.json")
         configured = flavor_of(values)
-        library().layout(as_json(configured))  # refuses a config that can't be built
+        library().module_names(as_json(configured))  # refuses a config that can't be built
         return configured
 
     def of(self, model_config: Any) -> ModelSpec:
-        return replace(self, **library().layout(as_json(model_config)))
+        return replace(self, **library().module_names(as_json(model_config)))
 
     def limits(self, model_config: Any) -> dict[str, str]:
         answers = _answers(model_config)

@@ -44,7 +44,7 @@ _NO_VALUE = re.compile("(new_)?(empty|normal|uniform|bernoulli|randn?)(_like|_st
 transformers.logging.set_verbosity_error()
 
 
-def config_of(flavor: Any) -> Any:
+def transformers_config(flavor: Any) -> Any:
     """Return the config object of a flavor; refuse what transformers would silently accept."""
     values = copy.deepcopy(dataclasses.asdict(flavor))
     kind = values.pop("model_type")
@@ -88,7 +88,7 @@ def _code_of(config_class: type) -> str:
 
 
 def dims(flavor: Any) -> ModelDims:
-    config = config_of(flavor).get_text_config()
+    config = transformers_config(flavor).get_text_config()
     heads = _one(config, "num_attention_heads") or 1
     return ModelDims(
         config.num_hidden_layers,
@@ -109,13 +109,13 @@ def _one(config: Any, name: str) -> int | None:
 
 
 def config_json(flavor: Any) -> dict[str, Any]:
-    config = config_of(flavor)
+    config = transformers_config(flavor)
     return json.loads(config.to_json_string()) | {"architectures": [CLASSES[config.model_type]]}
 
 
 def build(flavor: Any, positions: int) -> nn.Module:
     """Return an instance of the class on torch's default device, with our forward pass."""
-    config = config_of(flavor)
+    config = transformers_config(flavor)
     make = partial(
         AutoModelForCausalLM.from_config, config, dtype=torch.float32, trust_remote_code=False
     )
@@ -288,11 +288,11 @@ def _reset(model: Any, module: nn.Module, built: dict[str, Tensor]) -> None:
 
 
 @lru_cache
-def layout(values: str) -> dict[str, Any]:
-    return layout_of(on_meta(json.loads(values)))
+def module_names(values: str) -> dict[str, Any]:
+    return module_names_of(on_meta(json.loads(values)))
 
 
-def layout_of(model: Any) -> dict[str, Any]:
+def module_names_of(model: Any) -> dict[str, Any]:
     """Return the names of a class's blocks, and of the modules before and after them."""
     split = {*(model._no_split_modules or ())}
     lists = {}

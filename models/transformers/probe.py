@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titanlite.errors import first_line
 from titanlite.models.transformers import kernels
-from titanlite.models.transformers.model import build, config_of, layout_of
+from titanlite.models.transformers.model import build, module_names_of, transformers_config
 
 _SMALL = {
     64: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim embed_dim",
@@ -132,7 +132,7 @@ def _answers(values: str) -> dict[str, str]:
 
     flavor = flavor_of(json.loads(values))
     unknown = ""
-    for small in (flavor, flavor_of(small_config(config_of(flavor)))):
+    for small in (flavor, flavor_of(small_config(transformers_config(flavor)))):
         try:
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in build(small, 1).parameters())
@@ -205,7 +205,7 @@ def _restored(model: Any, flavor: Any) -> str:
 def _compiled(model: Any, tokens: Tensor, plain: Tensor) -> str:
     """Compile every block as one graph."""
     torch.compiler.reset()
-    for block in model.get_submodule(layout_of(model)["blocks"]).children():
+    for block in model.get_submodule(module_names_of(model)["blocks"]).children():
         block.forward = torch.compile(block.forward, fullgraph=True, backend="eager")
     try:
         return _differ(model(tokens), plain)

@@ -9,7 +9,7 @@ from tests.jobs import FLOAT64, TINY
 from tests.messages import refused, says
 from tests.runs import losses
 from titanlite import cli
-from titanlite.checkpoint.base import fingerprint
+from titanlite.checkpoint.base import folder_fingerprint
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime.store import LocalPath
@@ -111,14 +111,14 @@ def test_a_fingerprint_is_of_every_byte_of_a_folders_weights_and_is_kept_by_a_co
     (tmp_path / "hf").mkdir()
     for name in "abc":
         (tmp_path / f"hf/{name}.safetensors").write_bytes(name.encode() * 99)
-    alone = fingerprint(tmp_path / "hf", None)
+    alone = folder_fingerprint(tmp_path / "hf", None)
     assert pool.run(fingerprint_of_all, tmp_path / "hf", world=2) == [alone] * 2
     shutil.copytree(tmp_path / "hf", tmp_path / "copy")
     (tmp_path / "copy/config.json").write_text("{}")
-    assert fingerprint(tmp_path / "copy", None) == alone
+    assert folder_fingerprint(tmp_path / "copy", None) == alone
     (tmp_path / "copy/c.safetensors").write_bytes(b"c" * 98 + b"C")
-    assert fingerprint(tmp_path / "copy", None) != alone
+    assert folder_fingerprint(tmp_path / "copy", None) != alone
 
 
 def fingerprint_of_all(folder: LocalPath) -> str:
-    return fingerprint(LocalPath(folder), torch.distributed.group.WORLD)
+    return folder_fingerprint(LocalPath(folder), torch.distributed.group.WORLD)

@@ -24,7 +24,7 @@ from tests.messages import refused, says
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
-from titanlite.checkpoint.hf.export import export
+from titanlite.checkpoint.hf.export import write_folder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.config_json import complete, config_faults
@@ -82,7 +82,7 @@ def written(
     translation = Translation(spec_of(flavor), flavor)
     texts = documents(translation.config, dtype, ByteTokenizer())
     tensors = translation.hf_tensors(dtype)
-    export(folder, tensors, texts, lambda name: live[name], file_bytes=file_bytes)
+    write_folder(folder, tensors, texts, lambda name: live[name], file_bytes=file_bytes)
     return live
 
 
@@ -233,7 +233,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
 
     tensors = Translation(gpt2.SPEC, GPT2_SMALL).hf_tensors(torch.float32)
     sizes = [tensor.nbytes for tensor in tensors]
-    export(tmp_path / "out", tensors, {}, fetch, file_bytes=9999)
+    write_folder(tmp_path / "out", tensors, {}, fetch, file_bytes=9999)
     assert max(held) <= max(9999, *sizes) + max(sizes) < sum(sizes) / 2
 
 
@@ -252,14 +252,14 @@ MODELS = {  # options, and those of a mesh of 4
 
 def start_counting(argv: list[str], folder: str) -> dict[str, Any]:
     """Start a run; return also how many numbers this rank read from files."""
-    read, elements = files.Reader.read, [0]
+    read, elements = files.SafetensorsReader.read, [0]
 
     def counting(self: Any, name: str, box: Any) -> torch.Tensor:
         found = read(self, name, box)
         elements.append(found.numel())
         return found
 
-    with patch.object(files.Reader, "read", counting):
+    with patch.object(files.SafetensorsReader, "read", counting):
         return start(argv, folder) | {"elements": sum(elements)}
 
 
@@ -461,10 +461,10 @@ def test_an_export_replaces_an_older_one_only_once_it_is_whole(tmp_path):
     translation = Translation(given.spec, given.model_config)
     tensors = translation.hf_tensors(torch.float32)
     with pytest.raises(OSError, match="full"):
-        export_module.export(tmp_path / "out", tensors, {}, fail)
+        export_module.write_folder(tmp_path / "out", tensors, {}, fail)
     assert older.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
     weights = {name: torch.zeros(shape) for name, shape in translation.shapes.items()}
-    export_module.export(tmp_path / "out", tensors, {}, weights.__getitem__)
+    export_module.write_folder(tmp_path / "out", tensors, {}, weights.__getitem__)
     assert not older.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

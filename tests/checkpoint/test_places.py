@@ -21,10 +21,10 @@ from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifes
 from titanlite.checkpoint.places import (
     Split,
     StoredTensor,
-    header,
-    rank_file,
+    safetensors_header,
     sizes_of,
     spread,
+    tensor_file,
     written_by,
 )
 from titanlite.checkpoint.plan import Planner
@@ -177,7 +177,7 @@ def saved_by_replicas(folder: str) -> tuple[list[str], list[int]]:
     found = load_tensors(place / "step-1")
     assert found.keys() == whole.keys()
     different = [name for name in whole if not torch.equal(found[name], whole[name])]
-    return different, [(place / "step-1" / rank_file(each)).stat().st_size for each in range(4)]
+    return different, [(place / "step-1" / tensor_file(each)).stat().st_size for each in range(4)]
 
 
 def test_replicas_share_what_their_meshes_do_not_say_that_they_all_have(pool, tmp_path):
@@ -208,11 +208,11 @@ def large(shards: int, tp: int) -> dict[str, StoredTensor]:
 @pytest.mark.parametrize("world", [(8, 8), (2048, 8)])
 def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product(tmp_path, world):
     tensors, ranks = large(*world), world[0] * world[1]
-    files = {rank_file(each): File(4294967295, 4294967295) for each in range(ranks)}
+    files = {tensor_file(each): File(4294967295, 4294967295) for each in range(ranks)}
     manifest = Manifest(1, False, files, {**tensors})
     raw = manifest.render()
     assert len(tensors) > 3400 and len(raw) < 200 * len(tensors) + 70 * ranks < 2_000_000
-    assert len(header(tensors, written_by(ranks - 1, tensors))) < 1_000_000
+    assert len(safetensors_header(tensors, written_by(ranks - 1, tensors))) < 1_000_000
     (tmp_path / MANIFEST).write_bytes(raw)
     assert read_manifest(tmp_path) == manifest
     found = {

@@ -21,7 +21,7 @@ from titanlite.checkpoint.load import load_tensors, restore
 from titanlite.checkpoint.manifest import DCP_METADATA, read_manifest
 from titanlite.checkpoint.resume import Resume
 from titanlite.checkpoint.root import newest_of
-from titanlite.checkpoint.torchtitan.read import Reader, TorchTitanCheckpoint
+from titanlite.checkpoint.torchtitan.read import DCPReader, TorchTitanCheckpoint
 from titanlite.errors import UserError
 from titanlite.runtime.store import LocalPath
 from titanlite.train.summary import describe_start
@@ -107,14 +107,14 @@ def test_a_stream_begins_anew(train, theirs, tmp_path):
 def test_rotary_weights_and_routers_are_as_torchtitan_has_them(step, theirs, tmp_path):
     ours = load_tensors(step)
     query, gate = "layers.0.attention.wq.weight", "layers.1.moe.router.gate.weight"
-    bias, entries = "layers.1.moe.expert_bias", Reader(theirs).metadata.state_dict_metadata
+    bias, entries = "layers.1.moe.expert_bias", DCPReader(theirs).metadata.state_dict_metadata
     found = {key: torch.ones(entries[key].size) for key in (query, gate, bias)}
     dcp.load(found, checkpoint_id=theirs, no_dist=True)
     halves = ours[f"model.{query}"].unflatten(0, (2, -1, 2)).transpose(1, 2)
     assert torch.equal(found[query], halves.reshape(16, 16))
     alone = str(tmp_path / "alone")
     assert cli.main(["checkpoint", "export", f"{step}", alone, "--format", "dcp"]) == 0
-    kept = Reader(LocalPath(alone)).metadata.state_dict_metadata.keys()
+    kept = DCPReader(LocalPath(alone)).metadata.state_dict_metadata.keys()
     assert kept == {key for key, entry in entries.items() if hasattr(entry, "size")}
     assert torch.equal(found[gate], ours["model.layers.1.moe.router.weight"])
     assert not found[bias].any()
@@ -225,7 +225,7 @@ def attempts(argv: list[str], folder: str, paths: list[LocalPath]) -> list[str]:
 
 
 def test_weights_that_do_not_fit_are_named_unless_they_are_excluded(pool, theirs, tmp_path):
-    entries = Reader(theirs).metadata.state_dict_metadata
+    entries = DCPReader(theirs).metadata.state_dict_metadata
     weights = {
         key: torch.zeros(entry.size)
         for key, entry in entries.items()

@@ -12,7 +12,7 @@ import pytest
 from titanlite.config.job import Job, job_from
 from titanlite.config.legal import legal
 from titanlite.config.load import CommandLine, ConfigError
-from titanlite.config.schema import KEYS, Mixture
+from titanlite.config.schema import KEYS, MixtureEntry
 from titanlite.config.section import value_of
 from titanlite.registry import get_model
 
@@ -72,7 +72,7 @@ def test_a_key_refuses_numbers_outside_of_its_bounds_by_name_and_ignores_none(ke
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_weight_in_a_mixture_is_refused_outside_of_its_bounds(value):
-    fields = Mixture.model_fields.items()
+    fields = MixtureEntry.model_fields.items()
     assert [name for name, info in fields if info.annotation in (int, float)] == ["weight"]
     _, message = attempt({"training.mixture": [{"dataset": "python-stdlib", "weight": value}]})
     assert "training.mixture" in message and ("weight" in message or "multiples" in message), (

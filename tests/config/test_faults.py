@@ -7,7 +7,7 @@ import pytest
 from tests.messages import says
 from titanlite.config.docs import markdown
 from titanlite.config.job import job_from
-from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.load import ConfigError, load_config, parse_command_line
 from titanlite.config.section import value_of
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.launch.launcher import EPILOG
@@ -245,7 +245,7 @@ def test_the_device_that_was_found_is_used_but_not_saved():
 
 def test_invalid_fields_have_their_defaults_while_others_are_read():
     argv = ["--config", "debug.toml", "--training.steps=x", "--training.seq_len=64"]
-    loaded = load(parse_command_line(argv, {}))
+    loaded = load_config(parse_command_line(argv, {}))
     assert loaded.invalid == {"training.steps"} and loaded.config.training.seq_len == 64
 
 
@@ -272,11 +272,11 @@ def test_a_key_that_only_one_config_has_is_called_not_set():
 def test_what_is_wrong_in_a_file_is_named_with_it_and_its_line(tmp_path, text, where):
     file = tmp_path / "mine.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    (fault,) = load(parse_command_line(["--config", str(file)], {})).faults
+    (fault,) = load_config(parse_command_line(["--config", str(file)], {})).faults
     assert fault.key == str(file) and where in fault.why
 
 
 def test_a_byte_order_mark_is_read_over(tmp_path):
     (tmp_path / "a.toml").write_bytes("[training]\nsteps = 3\n".encode("utf-8-sig"))
-    loaded = load(parse_command_line(["--config", str(tmp_path / "a.toml")], {}))
+    loaded = load_config(parse_command_line(["--config", str(tmp_path / "a.toml")], {}))
     assert not loaded.faults and loaded.config.training.steps == 3

@@ -13,9 +13,9 @@ import torch
 from tests.jobs import MOE, TINY, job
 from tests.messages import refused
 from titanlite.config.job import job_from
-from titanlite.config.legal import choices
+from titanlite.config.legal import legal_words
 from titanlite.config.load import ConfigError, parse_command_line
-from titanlite.config.schema import KEYS, NEEDS, Mixture
+from titanlite.config.schema import KEYS, NEEDS, MixtureEntry
 from titanlite.config.section import value_of
 from titanlite.config.toml import toml_value
 from titanlite.launch.preflight import check_machine
@@ -275,7 +275,7 @@ OTHERS = {
 
 def other_value(key: str) -> Any:
     """Return a legal value of a key that is not its default."""
-    default, words = KEYS[key].default, choices(KEYS[key].annotation)
+    default, words = KEYS[key].default, legal_words(KEYS[key].annotation)
     if key in OTHERS:
         return OTHERS[key]
     if words:
@@ -313,7 +313,7 @@ def test_a_key_that_contradicts_another_is_refused(key):
 
 
 def test_a_path_in_a_mixture_that_does_nothing_is_refused():
-    assert Mixture.model_fields.keys() == {"dataset", "dataset_path", "weight"}
+    assert MixtureEntry.model_fields.keys() == {"dataset", "dataset_path", "weight"}
     part = '{dataset="python-stdlib",dataset_path="/a",weight=1.0}'
     with refused("training.mixture", "entry 1", 'dataset_path = "/a"', kind=ConfigError):
         job([*BYTES, f"--training.mixture=[{part}]"], world=1)

@@ -7,7 +7,7 @@ import pytest
 from tests.messages import refused, says
 from titanlite.cli import main
 from titanlite.config.job import job_from
-from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.load import ConfigError, load_config, parse_command_line
 
 FILES = Path(__file__).parent / "torchtitan"
 
@@ -84,7 +84,7 @@ def test_a_key_that_switches_a_feature_off_is_accepted(argv):
 
 def test_torchtitans_debug_config_is_said_to_be_of_another_model(tmp_path):
     def notices(*argv: str) -> str:
-        return "\n".join(load(parse_command_line([*argv], {})).notices)
+        return "\n".join(load_config(parse_command_line([*argv], {})).notices)
 
     plain = tmp_path / "plain.toml"
     plain.write_text('[model]\nflavor = "debugmodel"\n')
@@ -96,7 +96,7 @@ def test_torchtitans_debug_config_is_said_to_be_of_another_model(tmp_path):
 def test_keys_that_do_not_count_are_named(capsys):
     given = ["--mx.recipe=x", "--fault_tolerance.none=1", "--training.steps=4", "--debug.seed=1"]
     given += ["--training.steps=5", "--debug.seed=1"]
-    twice, foreign = load(parse_command_line(given, {})).notices
+    twice, foreign = load_config(parse_command_line(given, {})).notices
     says(twice, "training.steps = 5")
     assert "debug.seed" not in twice  # the same value
     says(foreign, "no effect", "mx.recipe", "fault_tolerance.none")

@@ -20,7 +20,7 @@ from tests.jobs import TINY
 from tests.messages import refused, says
 from titanlite.data.packing import LABELS, Concatenated, Packed
 from titanlite.data.packing_plan import open_plan
-from titanlite.data.shards import ShardSource, header
+from titanlite.data.shards import ShardSource, shard_header
 from titanlite.data.tokenizer import load_tokenizer
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
@@ -173,7 +173,7 @@ def saved(array: Any) -> bytes:
     return file.getvalue()
 
 
-INTACT = header(5, np.dtype(np.uint16)) + bytes(10)
+INTACT = shard_header(5, np.dtype(np.uint16)) + bytes(10)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.data.assets import listed
 from tests.messages import refused
 from titanlite.data.documents import text_files
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import ShardSource, header
+from titanlite.data.shards import ShardSource, shard_header
 from titanlite.data.sources import open_source
 from titanlite.errors import RunFailed
 
@@ -24,7 +24,7 @@ def opened(path) -> ShardSource:
 
 
 def write_bin(path, ids, dtype=U16):
-    path.write_bytes(header(len(ids), dtype) + np.asarray(ids, dtype).tobytes())
+    path.write_bytes(shard_header(len(ids), dtype) + np.asarray(ids, dtype).tobytes())
 
 
 EXPECTED = [0, 1, 2, 9, 4, 5, 6, 7, 8, 9]

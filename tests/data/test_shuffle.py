@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titanlite.data.shuffle import Order, permute
+from titanlite.data.shuffle import SampleOrder, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 10, 1000, 4096, 4097])
@@ -28,11 +28,11 @@ def test_neighboring_samples_and_keys_are_uncorrelated():
 
 
 def test_every_epoch_has_every_sample_once_in_its_own_order():
-    order = Order(samples=7, seed=3)
+    order = SampleOrder(samples=7, seed=3)
     epochs = [[order(epoch * 7 + i) for i in range(7)] for epoch in range(20)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 15
 
 
 def test_a_billion_samples_need_no_time_or_memory():
-    assert 0 <= Order(samples=10**9, seed=0)(10**12) < 10**9
+    assert 0 <= SampleOrder(samples=10**9, seed=0)(10**12) < 10**9

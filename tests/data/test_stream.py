@@ -18,7 +18,7 @@ from titanlite.data import documents
 from titanlite.data.loader import BatchPrefetcher, build_loader
 from titanlite.data.packing import IGNORED
 from titanlite.data.shuffle import RankSlice
-from titanlite.data.stream import Reader, Stream, open_stream
+from titanlite.data.stream import Stream, StreamReader, open_stream
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import RunFailed
 
@@ -64,7 +64,7 @@ def texts_of(reader: Iterator, count: int) -> list[str]:
 def test_every_document_is_read_once_an_epoch_by_any_number_of_readers(folder, readers):
     """With three files, three readers get whole files, and others share all of them."""
     data = stream(folder)
-    parts = [[*Reader(data, number, readers)._read_epoch()] for number in range(readers)]
+    parts = [[*StreamReader(data, number, readers)._read_epoch()] for number in range(readers)]
     assert sorted(itertools.chain(*parts)) == DOCUMENTS and all(parts)
 
 
@@ -78,7 +78,7 @@ class Short(ByteTokenizer):
 
 def test_a_long_document_is_tokenized_in_parts(folder, monkeypatch):
     monkeypatch.setattr(documents, "SEGMENT_BYTES", 4)
-    texts = texts_of(Reader(replace(stream(folder), tokenizer=Short()), 0, 1), len(DOCUMENTS))
+    texts = texts_of(StreamReader(replace(stream(folder), tokenizer=Short()), 0, 1), len(DOCUMENTS))
     assert sorted(texts) == DOCUMENTS and max(map(len, DOCUMENTS)) > 6
 
 
@@ -86,7 +86,7 @@ def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):
     count = len(DOCUMENTS)
     orders = set()
     for seed in (0, 1):
-        texts = texts_of(Reader(stream(folder, seed=seed), 0, 1), 2 * count)
+        texts = texts_of(StreamReader(stream(folder, seed=seed), 0, 1), 2 * count)
         for epoch in (texts[:count], texts[count:]):  # they meet inside a window
             assert sorted(epoch) == DOCUMENTS
             orders.add(" ".join(epoch))
@@ -95,12 +95,12 @@ def test_every_epoch_and_seed_has_its_own_order_of_all_documents(folder):
 
 def test_epochs_read_the_files_in_orders_of_their_own(folder):
     count = len(DOCUMENTS)
-    texts = texts_of(Reader(replace(stream(folder), block=1), 0, 1), 6 * count)
+    texts = texts_of(StreamReader(replace(stream(folder), block=1), 0, 1), 6 * count)
     assert len({text[0] for text in texts[::count]}) > 1
 
 
 def test_nothing_is_predicted_across_documents_under_a_mask(folder):
-    plain, masked = (Reader(stream(folder, masked=masked), 0, 1) for masked in (False, True))
+    plain, masked = (StreamReader(stream(folder, masked=masked), 0, 1) for masked in (False, True))
     for window, masks in itertools.islice(zip(plain, masked, strict=True), LENGTH // 8):
         assert (masks[1] == IGNORED).tolist() == (window[0] == 0).tolist()
         assert (masks[0] == window[0]).all() and (window[1] != IGNORED).all()
@@ -123,7 +123,7 @@ OFTEN = (1, 1, 2, 3, 5, 8, 1, 13, 4, 7)
 def in_turn(data: Stream, workers: int, ranks: int) -> Iterator[list]:
     """Yield what rank 1 reads: batches of its readers in turn."""
     count = workers or 1
-    readers = [Reader(data, count + n, ranks * count) for n in range(count)]
+    readers = [StreamReader(data, count + n, ranks * count) for n in range(count)]
     for reader in itertools.cycle(readers):
         yield [next(reader).tolist(), next(reader).tolist()]
 
@@ -219,11 +219,11 @@ def test_a_file_unlike_the_first_or_damaged_ends_the_run_in_one_line(tmp_path, l
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     (tmp_path / "b.jsonl").write_text(f"{line}\n")
     with refused(f"stream {tmp_path}", "reader 0 of 1", named, kind=RunFailed) as caught:
-        next(Reader(stream(tmp_path), 0, 1))
+        next(StreamReader(stream(tmp_path), 0, 1))
     assert "\n" not in str(caught.value)
 
 
 def test_more_readers_than_documents_of_a_repeated_stream_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
     with refused("2 readers", "reader 1"):
-        next(Reader(stream(tmp_path), 1, 2))
+        next(StreamReader(stream(tmp_path), 1, 2))

@@ -26,7 +26,7 @@ from titanlite.checkpoint import status
 from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, GIVEN_UP, STOPPED, RunFailed
-from titanlite.fault.board import Unreachable
+from titanlite.fault.board import NoAnswer
 from titanlite.fault.decide import Restarts
 from titanlite.fault.inspection import RankProcess, inspect, process_state, wait_until
 from titanlite.fault.status import Decision, Ended, Failure, Verdict
@@ -230,7 +230,7 @@ def test_launchers_say_for_whom_they_wait_and_how_long(start, monkeypatch, capsy
     meeting = together.threads.submit(first.meet)
     assert is_said("waiting for NODE_RANK 1, at most 30 s (fault.rejoin_seconds)", capsys)
     with monkeypatch.context() as cut:
-        cut.setattr(second._board, "exchange", raises(Unreachable("x")))
+        cut.setattr(second._board, "exchange", raises(NoAnswer("x")))
         wait_until(lambda: second._board.problem, 10)
         late = together.threads.submit(second.meet)
         assert is_said(f"waiting for node 0 at 127.0.0.1:{first.address[1]}", capsys)
@@ -348,7 +348,7 @@ def test_the_keys_of_an_attempt_that_is_over_are_deleted_while_the_next_one_runs
 def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_once(
     tmp_path, monkeypatch
 ):
-    older = "titanlite.launch.stopping.newest"
+    older = "titanlite.launch.stopping.newest_step"
     monkeypatch.setattr(older, lambda folder: 12)  # of a run that saved; this one does not
     request = stopping(tmp_path)
     page(tmp_path, 0, completed=6)

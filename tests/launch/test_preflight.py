@@ -5,7 +5,7 @@ import torch
 
 from tests.jobs import MOE, PARROT, QUIET, TINY, job
 from tests.messages import refused, says
-from titanlite.config.load import ConfigError, load, parse_command_line
+from titanlite.config.load import ConfigError, load_config, parse_command_line
 from titanlite.config.rules.run import long_warmup
 from titanlite.errors import UserError
 from titanlite.launch import preflight
@@ -109,9 +109,9 @@ UNKNOWN = 'dataset = "txt"'
 )
 def test_faults_of_keys_and_of_data_are_in_one_list(argv, key):
     line = parse_command_line(["--training.stepz=3", "--model.flavor=8b", *argv], {})
-    text = str(ConfigError([*load(line).faults, *preflight.file_faults(load(line))]))
+    text = str(ConfigError([*load_config(line).faults, *preflight.file_faults(load_config(line))]))
     says(text, "2 configuration errors", key, "(command line)")
-    assert not preflight.file_faults(load(parse_command_line(["--training.stepz=3"], {})))
+    assert not preflight.file_faults(load_config(parse_command_line(["--training.stepz=3"], {})))
 
 
 @pytest.mark.parametrize("warmup", [10, 11])

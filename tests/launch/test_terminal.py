@@ -19,7 +19,7 @@ from tests.messages import refused, says
 from tests.runs import ROOT, environment, finish, popen, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
-from titanlite.config.load import SHIPPED, load, parse_command_line
+from titanlite.config.load import SHIPPED, load_config, parse_command_line
 from titanlite.launch.terminal import NOTICES, Follower, Terminal, note
 from titanlite.observe.console import colored, open_log, rank_log, shortened
 from titanlite.runtime.cluster import shown_ranks
@@ -235,7 +235,7 @@ def test_keys_without_effect_are_told_if_the_user_set_them_and_config_lists_all(
     tmp_path, monkeypatch, capsys
 ):
     def without_effect(*argv: str) -> str:
-        loaded = load(parse_command_line([*argv], {}))
+        loaded = load_config(parse_command_line([*argv], {}))
         return job_from(loaded, world=1, training=True).no_effect_of(loaded.given)
 
     monkeypatch.chdir(tmp_path)

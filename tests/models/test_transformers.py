@@ -22,14 +22,14 @@ from tests.messages import refused, says
 from tests.models.small import built, random, require_apart, tokens
 from tests.runs import environment
 from titanlite import cli
-from titanlite.checkpoint.hf.export import export
+from titanlite.checkpoint.hf.export import write_folder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
 from titanlite.models.transformers import convert, flavor_of
 from titanlite.models.transformers.initial import recorded
-from titanlite.models.transformers.model import build, config_of, values_as_built
+from titanlite.models.transformers.model import build, transformers_config, values_as_built
 from titanlite.models.transformers.probe import shrunk, small_config
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.parallel.build import build_meta_model, persistent_buffers
@@ -52,7 +52,7 @@ def of(flavor: str) -> list[str]:
 
 
 def small(kind: str) -> Any:
-    return flavor_of(small_config(config_of(flavor_of({"model_type": kind}))))
+    return flavor_of(small_config(transformers_config(flavor_of({"model_type": kind}))))
 
 
 def plain_loop(argv: list[str]) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def plain_loop(argv: list[str]) -> dict[str, torch.Tensor]:
     model, table = build_meta_model(found.spec, found.model_config, 16)
     materialize(model, table, 3, torch.device("cpu"))
     theirs: Any = AutoModelForCausalLM.from_config(
-        config_of(found.model_config), dtype=torch.float32, attn_implementation="eager"
+        transformers_config(found.model_config), dtype=torch.float32, attn_implementation="eager"
     )
     theirs.load_state_dict(model.state_dict())
     data: Any = training_data(found, open_tokenizer(found), 3)
@@ -197,7 +197,7 @@ def test_a_folder_is_that_of_the_class_and_comes_back(tmp_path, flavor):
     translation = Translation(SPEC, config)
     files = documents(translation.config, torch.float32, None)
     tensors = translation.hf_tensors(torch.float32)
-    export(tmp_path / "hf", tensors, files, lambda name: weights[name].detach())
+    write_folder(tmp_path / "hf", tensors, files, lambda name: weights[name].detach())
     names = {tensor.name for tensor in tensors}
     assert (names == weights.keys()) == (flavor == "gemma2")
     theirs, found = AutoModelForCausalLM.from_pretrained(
@@ -290,7 +290,7 @@ class Odd(LlamaForCausalLM):
 def test_what_a_class_draws_or_leaves_unset_when_it_is_built_is_no_value():
     """Every rank would have another one."""
     with torch.device("meta"), values_as_built():
-        model = Odd(config_of(small("llama")))
+        model = Odd(transformers_config(small("llama")))
     initial, faults = recorded(model)
     found = {fault.partition(":")[0] for fault in faults}
     assert found == {"unset", "drawn", "like", "in_place", "later", "large"}

@@ -9,7 +9,7 @@ from tests.lanes import sample
 from tests.planner.steps import summed
 from titanlite.config.job import Job
 from titanlite.planner.depth import plan_ranks
-from titanlite.planner.pipeline import shortened
+from titanlite.planner.pipeline import shortened_job
 from titanlite.planner.record import add_up
 from titanlite.planner.rehearse import record_step
 
@@ -35,7 +35,7 @@ def assert_equal_to_the_whole(planned: Job) -> None:
 @pytest.mark.parametrize("shape", sample(SCHEDULES, nightly=SCHEDULES[1:]))
 def test_few_micro_batches_give_any_number_on_every_rank(shape):
     planned = pipelined(shape)
-    assert shortened(planned) != planned
+    assert shortened_job(planned) != planned
     assert_equal_to_the_whole(planned)
 
 
@@ -58,5 +58,5 @@ def test_few_blocks_and_micro_batches_give_a_deep_pipeline(shape, base, more):
 
 
 def test_405b_on_8_ranks_needs_3_of_its_32_micro_batches():
-    stages = shortened(pipelined("8 Interleaved1F1B 32 126")).stages
+    stages = shortened_job(pipelined("8 Interleaved1F1B 32 126")).stages
     assert stages.micro_batches == 3

@@ -20,7 +20,7 @@ from titanlite.planner.depth import ranks_in
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
-from titanlite.planner.search import FLOAT8, Found, changed, search
+from titanlite.planner.search import FLOAT8, SearchResult, changed, search
 from titanlite.planner.speed import speed_of_job
 from titanlite.planner.tables import search_table
 
@@ -112,7 +112,7 @@ def test_short_sequences_are_split_as_given_or_not_at_all():
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return search(job(SMALL, 2), H100, max_seconds=0)
 
 
@@ -135,7 +135,7 @@ def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
 def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_column(found):
     best = [replace(found.best[0], job=other) for other in space_of(job(SMALL, 4))]
     counts = {"rehearsed": 2, "ruled out": 0, "not reached in time": 0}
-    table = search_table(Found(best, counts), H100, 4)
+    table = search_table(SearchResult(best, counts), H100, 4)
     names = {row[-1] for row in table.rows}
     assert len(names) == len(best) > 30 and "rep2 dp2, batch 1, selective, kept" in names
     above, _, assumed = str(table).partition("  assumed:\n")
@@ -143,7 +143,7 @@ def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_
     assert not [word for word in ("reached", "ruled", "measured") if word in above]
     assert "assumed" not in assumed
     counts = {"rehearsed": 2, "ruled out": 1, "not reached in time": 7}
-    says(search_table(Found(best, counts), H100, 4), "2 rehearsed", "1 ruled", "7 not")
+    says(search_table(SearchResult(best, counts), H100, 4), "2 rehearsed", "1 ruled", "7 not")
 
 
 def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):

@@ -17,7 +17,7 @@ from tests.stores.conftest import CLOUDS
 from tests.stores.server import BUCKET, needs_extra
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.runtime import bucket
-from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, copy, place
+from titanlite.runtime.bucket import BucketError, Unreachable, Uploads, check, copy_file, place
 
 NAMES = re.compile(r"AWS_|GOOGLE_|AZURE_|GCE_")
 
@@ -34,7 +34,7 @@ def test_a_request_that_fails_once_is_sent_again(store, tmp_path, fault, monkeyp
     path, content = place(f"{store.url}/file"), os.urandom(1 << 20)
     (tmp_path / "file").write_bytes(content)
     met = store.proxy.fail_once(fault)
-    copy(tmp_path / "file", path)
+    copy_file(tmp_path / "file", path)
     assert path.read_bytes() == content and place(store.url).entries().keys() == {"file"}
     assert len(met) >= 3
 
@@ -127,7 +127,7 @@ def test_an_upload_whose_last_answer_is_lost_is_there_and_one_that_is_refused_is
 
 def test_a_forked_process_is_refused_instead_of_hanging(proxy, url, tmp_path):
     (tmp_path / "file").write_bytes(b"content")
-    copy(tmp_path / "file", place(f"{url}/file"))
+    copy_file(tmp_path / "file", place(f"{url}/file"))
     child = os.fork()
     if not child:
         try:

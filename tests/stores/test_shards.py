@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import Windows, training_data
 from titanlite.errors import RunFailed
 from titanlite.runtime import bucket
-from titanlite.runtime.bucket import copy, place
+from titanlite.runtime.bucket import copy_file, place
 from titanlite.runtime.store import LocalPath
 
 SAMPLES = 40
@@ -54,7 +54,7 @@ def shards(folder, url, monkeypatch, tmp_path) -> str:
 
 def put(folder: LocalPath, url: str) -> None:
     for path in folder.glob("[!.]*"):
-        copy(path, place(url) / path.name)
+        copy_file(path, place(url) / path.name)
 
 
 def arguments(path: object, *more: str) -> list[str]:

@@ -19,7 +19,7 @@ from tests.messages import says
 from tests.runs import environment, records
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.status import finished_message
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import load_config, parse_command_line
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.tools.evaluate import Counted
 from titanlite.tools.generate import Show, narrowing
@@ -179,7 +179,7 @@ def test_evaluate_returns_the_loss_of_validation_and_bits_per_byte(saved, tool):
 
 def test_a_finished_run_without_its_last_validation_names_evaluate(run):
     line = parse_command_line(["--config", f"{run}/config.toml", f"--job.dump_folder={run}"], {})
-    config = load(line).config
+    config = load_config(line).config
     assert "evaluate" not in finished_message(config)
     (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1}\n')
     says(finished_message(config), "already at step 3", f"evaluate {run}")

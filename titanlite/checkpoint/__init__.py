@@ -1,7 +1,7 @@
 """Checkpoints: saving, committing, verifying, loading and resuming; hf and torchtitan exchange them
-with other programs. May import parallel, data, observe, runtime, config, registry, layout and
-errors; not train, optim or above. Never unpickles a file except torch's .metadata, and never writes
-into a committed folder; only runtime/store.py, safetensors and torch's DCP open files.
+with other programs. May import parallel, data, observe, runtime, config, registry and errors; not
+train, optim or above. Never unpickles a file except torch's .metadata, and never writes into a
+committed folder; only runtime/store.py, safetensors and torch's DCP open files.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ def reader(folder: Any, tensors: Any = None) -> Any:
     Given tensors, by their names in the step, it lists only what this rank's parts of them need.
     """
     from titanlite.checkpoint.manifest import read_manifest
-    from titanlite.checkpoint.read import Reader
+    from titanlite.checkpoint.read import CheckpointReader
     from titanlite.runtime.bucket import place
 
-    return Reader(place(f"{folder}"), read_manifest(place(f"{folder}")), tensors)
+    return CheckpointReader(place(f"{folder}"), read_manifest(place(f"{folder}")), tensors)
 
 
 def planner(group: Any = None) -> Any:

@@ -46,7 +46,7 @@ def settle(folder: CheckpointFolder, resume: Resume, state: TrainingState) -> Ba
     is_whole = resume.continues or resume.exclude or not folder.settings.enable
     if is_whole or resume.foreign or not job.config.lora.rank or not resume.folder:
         return None
-    return Base(str(resume.folder.absolute()), fingerprint(resume.folder, folder.group))
+    return Base(str(resume.folder.absolute()), folder_fingerprint(resume.folder, folder.group))
 
 
 class BaseWeights:
@@ -75,7 +75,7 @@ class BaseWeights:
                 self._hf = HuggingFaceFolder(self.folder.local(), spec, model)
 
         run_on_all_ranks(group, "opening the base of the adapters", open_folder, UserError)
-        found = fingerprint(self.folder, group)
+        found = folder_fingerprint(self.folder, group)
         if found != base.fingerprint:
             raise UserError(
                 f"{self.folder} has the fingerprint {found}, but the adapters were trained with "
@@ -96,7 +96,7 @@ class BaseWeights:
         return load_tensors(self.folder, [name], self._manifest)[name]
 
 
-def fingerprint(folder: Place, group: dist.ProcessGroup | None) -> str:
+def folder_fingerprint(folder: Place, group: dist.ProcessGroup | None) -> str:
     """Return a checksum over those of the files with weights: a checkpoint's manifest has them, and
     of a Hugging Face folder each rank sums its share.
     """

@@ -37,7 +37,7 @@ from titanlite.checkpoint.manifest import (
     point_latest,
     step_folder,
 )
-from titanlite.checkpoint.places import StoredTensor, rank_file
+from titanlite.checkpoint.places import StoredTensor, tensor_file
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import let_go
 from titanlite.runtime.bucket import Place
@@ -180,7 +180,7 @@ class Writer(Alone, dcp.StorageWriter):
         group = self._group
         rank = rank_in(self._group)
         with staging_folder(self._target, group, self._saving) as staging:
-            write = partial(_write_tensors, staging / rank_file(rank), plan, planner)
+            write = partial(_write_tensors, staging / tensor_file(rank), plan, planner)
             written = run_on_all_ranks(group, self._saving, write)
             row = (*written, self._content.payload)
             rows = gather_objects(row, group, only_rank_0=True)
@@ -197,7 +197,7 @@ class Writer(Alone, dcp.StorageWriter):
         stored = 0
         for rank, (file, nbytes, payload) in enumerate(rows):
             if file:
-                files[rank_file(rank)] = file
+                files[tensor_file(rank)] = file
             stored += nbytes
             payloads.append(payload)
         planned = sum(tensor.bytes_of(tensor.shape) for tensor in tensors.values())

@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.transfer import steps
 from titanlite.errors import RunFailed
-from titanlite.runtime.bucket import Place, copy
+from titanlite.runtime.bucket import Place, copy_file
 from titanlite.runtime.rank_files import STARTED
 
 ASIDE = f"{MANIFEST}.aside"
@@ -61,7 +61,7 @@ class Owner:
         for step in later_steps:
             manifest = step_folder(self._root, step) / MANIFEST
             if manifest.exists():
-                copy(manifest, manifest.parent / ASIDE)
+                copy_file(manifest, manifest.parent / ASIDE)
                 manifest.remove()
         self.known -= {*later_steps}
 

@@ -144,7 +144,7 @@ def spread(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return chosen
 
 
-def rank_file(rank: int) -> str:
+def tensor_file(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank}.safetensors"
 
@@ -164,7 +164,7 @@ def written_by(rank: int, tensors: Mapping[str, StoredTensor]) -> dict[str, Box]
     return found
 
 
-def header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> bytes:
+def safetensors_header(tensors: Mapping[str, StoredTensor], regions: Mapping[str, Box]) -> bytes:
     """Return the header of a safetensors file of these regions.
 
     Its metadata lets torch's HuggingFaceStorageReader join the ranks' files.

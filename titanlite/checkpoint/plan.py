@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.layouts import agree, describe_all
-from titanlite.checkpoint.places import StoredTensor, header, sizes_of, written_by
+from titanlite.checkpoint.places import StoredTensor, safetensors_header, sizes_of, written_by
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.distributed import rank_in
@@ -71,7 +71,7 @@ class Planner(dcp.SavePlanner):
                 data = alike[places[name]] = _write_data(places[name], region)
             index = MetadataIndex(name, data.chunk.offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return dcp.SavePlan(items, storage_data=header(places, regions))
+        return dcp.SavePlan(items, storage_data=safetensors_header(places, regions))
 
     def create_global_plan(self, all_plans: Any) -> Any:
         return all_plans, dcp.Metadata({})

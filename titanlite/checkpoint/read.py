@@ -20,7 +20,7 @@ from torch.futures import Future
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
-from titanlite.checkpoint.places import rank_file
+from titanlite.checkpoint.places import tensor_file
 from titanlite.checkpoint.plan import chunk_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box
@@ -30,7 +30,7 @@ Wanted = Mapping[str, tuple[Box, torch.Tensor]]
 """The region to read and the tensor to fill with it, by key."""
 
 
-class Reader(Alone, dcp.StorageReader):
+class CheckpointReader(Alone, dcp.StorageReader):
     """Reads a step; given `tensors`, it lists only the chunks for this rank's parts of them."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Reader(Alone, dcp.StorageReader):
         if all(entry.shape):  # not empty
             for rank, region in entry.layout.parts(entry.shape, box):
                 chunks.append(chunk_of(region))
-                self._files[name, chunks[-1].offsets] = rank_file(rank)
+                self._files[name, chunks[-1].offsets] = tensor_file(rank)
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 
@@ -153,7 +153,7 @@ def read(
                 own[name] = tensor
                 boxes[name] = box_of(tensor)
                 wanted[name] = boxes[name], part
-        reader = Reader(folder, manifest, own, boxes)
+        reader = CheckpointReader(folder, manifest, own, boxes)
         alone(dcp.load, {}, storage_reader=reader, planner=Regions(wanted))
 
     run_on_all_ranks(group, f"reading {folder}", load)

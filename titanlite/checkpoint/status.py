@@ -85,7 +85,7 @@ def times(config: JobConfig) -> dict[int, int]:
     return {step: step_folder(root, step).stat().st_mtime_ns for step in committed(root)}
 
 
-def newest(config: JobConfig) -> int | None:
+def newest_step(config: JobConfig) -> int | None:
     """Return the newest complete step."""
     if in_bucket(config):
         return max(times(config), default=None)
@@ -113,7 +113,7 @@ def finished_message(config: JobConfig) -> str:
     steps = config.training.steps
     if not settings.enable or settings.load_step != -1:
         return ""
-    step = newest(config)
+    step = newest_step(config)
     if step is None or step < steps:
         return ""
     missing = ""
@@ -181,7 +181,7 @@ def last_saved_message(config: JobConfig) -> str:
     """Return a phrase about the newest save of a stopped run."""
     if not config.checkpoint.enable:
         return "nothing was saved: checkpoint.enable is off"
-    step = newest(config)
+    step = newest_step(config)
     if step is None:
         return "no checkpoint was due yet"
     return f"saved: {name_of(config, step)}"

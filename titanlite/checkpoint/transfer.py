@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
 )
 from titanlite.observe.run_folder import METRICS
-from titanlite.runtime.bucket import BucketError, Place, copy
+from titanlite.runtime.bucket import BucketError, Place, copy_file
 from titanlite.runtime.store import LocalPath, crc32
 
 
@@ -44,13 +44,13 @@ def copy_records(outer: Place, root: Place) -> None:
     """Copy the metrics and the config of a run into a bucket."""
     for name in (METRICS, CONFIG):
         if (outer / name).exists():
-            copy(outer / name, root / name)
+            copy_file(outer / name, root / name)
 
 
 def fetch_metrics(root: Place, outer: Place) -> None:
     """Copy the metrics of a run from a bucket, if the dump folder has none."""
     if not (outer / METRICS).exists() and (root / METRICS).exists():
-        copy(root / METRICS, outer / METRICS)
+        copy_file(root / METRICS, outer / METRICS)
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
@@ -93,7 +93,7 @@ def copy_files(source: Place, target: Place, files: Iterable[tuple[str, File]]) 
 
 
 def _copy_file(path: Place, target: Place, file: File) -> None:
-    if copy(path, target) != (file.size, file.crc32):
+    if copy_file(path, target) != (file.size, file.crc32):
         raise CorruptCheckpoint(f"{path}: damaged, it differs from the manifest")
 
 

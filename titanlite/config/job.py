@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.layout import Batch, Layout
-from titanlite.config.load import CommandLine, ConfigError, Loaded, load
+from titanlite.config.load import CommandLine, ConfigError, Loaded, load_config
 from titanlite.config.rules import data, lacks, parallel, pipeline, run
 from titanlite.config.rules.check import Check
 from titanlite.config.schema import KEYS, JobConfig, with_values
@@ -78,7 +78,7 @@ def job_from(
     `world` is the number of ranks; None means the smallest that fits. With `training`, keys without
     effect in training have their defaults. `device` is what job.device "auto" resolves to.
     """
-    loaded = source if isinstance(source, Loaded) else load(source)
+    loaded = source if isinstance(source, Loaded) else load_config(source)
     given = loaded.config
     resolved = with_values(given, {"job.device": device or given.job.device})
     check = Check(replace(loaded, config=resolved))

@@ -12,7 +12,7 @@ _TYPE_NAMES = {
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "matching"}
 
 
-def choices(annotation: Any) -> list[str]:
+def legal_words(annotation: Any) -> list[str]:
     """Return the words that a type allows, if it is a choice of words."""
     if get_origin(annotation) is not Literal:
         return []

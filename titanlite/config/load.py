@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titanlite.config.config_json import read_flavor
-from titanlite.config.legal import choices, legal, lists_words
+from titanlite.config.legal import legal, legal_words, lists_words
 from titanlite.config.schema import KEYS, SECTIONS, JobConfig, config_of
 from titanlite.config.toml import read_toml, toml_value, tomllib
 from titanlite.config.torchtitan import (
@@ -231,7 +231,7 @@ class Loaded:
         return [key for key, entry in self.entries.items() if entry.origin not in shipped]
 
 
-def load(line: CommandLine) -> Loaded:
+def load_config(line: CommandLine) -> Loaded:
     """Read the files, apply the overrides, and check each key on its own."""
     faults = list(line.faults)
     tree: dict[str, Entry] = {}
@@ -312,7 +312,7 @@ def _only_tunes(key: str) -> bool:
 
 def load_valid(line: CommandLine) -> Loaded:
     """Like `load`, but raise a ConfigError with all faults if there are any."""
-    loaded = load(line)
+    loaded = load_config(line)
     if loaded.faults:
         raise ConfigError(loaded.faults)
     return loaded
@@ -436,7 +436,7 @@ def _why_invalid(key: str, entry: Entry, parts: str) -> str:
         typed = ",".join(words)
         why += f": {typed if entry.origin == 'command line' else toml_value(words)}"
     why += parts
-    close = nearest(entry.value, choices(annotation))
+    close = nearest(entry.value, legal_words(annotation))
     if close:
         why += f'; did you mean "{close}"?'
     if entry.value in NOT_DONE:

@@ -156,7 +156,7 @@ class Compile(Section):
     it."""
 
 
-class Float8(Section):
+class Float8Section(Section):
     """Float8 matrix products with torchao: docs/float8.md."""
 
     needs = Needs("quantize.linear.float8.enable")
@@ -193,7 +193,7 @@ class Float8(Section):
 class QuantizeLinear(Section):
     """Low-precision linear layers."""
 
-    float8: Float8 = Float8()
+    float8: Float8Section = Float8Section()
 
 
 class Quantize(Section):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from titanlite.config.stages import SPLIT_BACKWARD, Stages
 from titanlite.errors import format_table
 
-Order = Sequence[Sequence[str]]
+PipelineOrder = Sequence[Sequence[str]]
 
 
 class Action(NamedTuple):
@@ -62,7 +62,7 @@ def headline(stages: Stages) -> str:
     )
 
 
-def describe(stages: Stages, order: Order) -> str:
+def describe(stages: Stages, order: PipelineOrder) -> str:
     """Return the modules of every stage, and every rank's actions in a step."""
     rows = []
     for rank, row in enumerate(order):

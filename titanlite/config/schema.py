@@ -110,7 +110,7 @@ class Dataloader(Section):
     """Batches that each worker process reads ahead."""
 
 
-class Mixture(Section):
+class MixtureEntry(Section):
     """One source of a mixture."""
 
     dataset: str
@@ -166,24 +166,24 @@ class Training(Section):
     loss_chunks: Positive = 1
     """Pieces of each sequence in the loss, so that only the logits of one are in memory; 1 is off.
     """
-    mixture: list[Mixture] = []
+    mixture: list[MixtureEntry] = []
     """Several data sets with weights, `[[training.mixture]]`, instead of `dataset`."""
     dataloader: Dataloader = Dataloader()
 
     @property
-    def sources(self) -> list[Mixture]:
+    def sources(self) -> list[MixtureEntry]:
         """The data sets to read: those of the mixture, or just `dataset`."""
         return [part for _, part in self.places]
 
     @property
-    def places(self) -> list[tuple[str, Mixture]]:
+    def places(self) -> list[tuple[str, MixtureEntry]]:
         """The same, each with the name that errors use for it."""
         if self.mixture:
-            found = list[tuple[str, Mixture]]()
+            found = list[tuple[str, MixtureEntry]]()
             for n, part in enumerate(self.mixture, 1):
                 found.append((f"training.mixture entry {n}", part))
             return found
-        alone = Mixture(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
+        alone = MixtureEntry(dataset=self.dataset, dataset_path=self.dataset_path, weight=1.0)
         return [("training", alone)]
 
 

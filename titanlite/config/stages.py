@@ -22,7 +22,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 """Schedules that compute gradients of inputs and of weights separately."""
 IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Schedules that run about as many micro-batches at a time as there are ranks."""
-Rows = tuple[tuple[str, ...], ...]
+StageModules = tuple[tuple[str, ...], ...]
 """The modules of each stage."""
 
 
@@ -30,7 +30,7 @@ Rows = tuple[tuple[str, ...], ...]
 class Stages:
     """The stages of a job. Without pipeline parallel there is one stage, and no schedule."""
 
-    names: Rows
+    names: StageModules
     """The modules of each stage in the model's order, such as "tok_embeddings", "layers.0",
     "norm".
     """

@@ -68,7 +68,7 @@ def _given_twice(error: str, text: str) -> str:
 
 
 def to_toml(config: JobConfig) -> str:
-    """Write the whole config as TOML, from which load() restores the same config."""
+    """Write the whole config as TOML, from which load_config restores the same config."""
     return values_to_toml({key: value_of(config, key) for key in KEYS})
 
 
@@ -82,7 +82,7 @@ def values_to_toml(values: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Write a value as TOML; null, which TOML lacks, becomes "none", which load() understands."""
+    """Write a value as TOML; null, which TOML lacks, becomes "none", which load_config reads."""
     if value is None:
         value = "none"
     if isinstance(value, (bool, str)):

@@ -22,7 +22,7 @@ from titanlite.data.shards import (
     MAGIC,
     MANIFEST,
     load_numbers,
-    read_manifest,
+    read_shard_manifest,
     sample,
     write_ends,
 )
@@ -36,11 +36,11 @@ _MEGATRON_BEGIN = 34
 """The bytes before the lengths: magic, version, type, and the counts of sequences and bounds."""
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
-Found = tuple[np.memmap, np.ndarray | None]
+TokensAndEnds = tuple[np.memmap, np.ndarray | None]
 """The ids of a file, and the position after each document if another file lists it."""
 
 
-def _read_megatron(path: Path) -> Found:
+def _read_megatron(path: Path) -> TokensAndEnds:
     """Documents end where the index says, since an end token is optional there."""
     index = path.with_suffix(".idx")
     content = index.read_bytes()
@@ -72,7 +72,7 @@ def _read_megatron(path: Path) -> Found:
     return np.memmap(path, dtype, "r"), stops[documents]
 
 
-def _read_olmo(path: Path) -> Found:
+def _read_olmo(path: Path) -> TokensAndEnds:
     """Take the type of the ids from their number in the table, whose rows begin with a document's
     first position and the one after its last.
     """
@@ -92,7 +92,7 @@ def _read_olmo(path: Path) -> Found:
     return np.memmap(path, _TYPES[width], "r"), ends
 
 
-def _read_llm_c(path: Path) -> Found:
+def _read_llm_c(path: Path) -> TokensAndEnds:
     first = np.fromfile(path, np.int32, 3).tolist()
     if first[:2] not in ([MAGIC, 1], [MAGIC, 2]):
         why = f"it does not start with {MAGIC} and version 1 or 2; use --from uint16 for bare ids"
@@ -105,7 +105,7 @@ def _read_llm_c(path: Path) -> Found:
     return ids, None
 
 
-def _read_alone(dtype: str, path: Path) -> Found:
+def _read_alone(dtype: str, path: Path) -> TokensAndEnds:
     """Take the type of the ids from numpy's header, if there is one."""
     with path.open("rb") as file:
         if file.read(6) == b"\x93NUMPY":
@@ -117,7 +117,7 @@ def _read_alone(dtype: str, path: Path) -> Found:
 class Format:
     """The files of ids of a program, and the files next to them that list the ends of documents."""
 
-    read: Callable[[Path], Found]
+    read: Callable[[Path], TokensAndEnds]
     suffixes: tuple[str, ...]
     index: tuple[str, ...] = ()
 
@@ -135,7 +135,7 @@ def require_manifest(key: str, path: Path) -> None:
     """Raise a UserError, with the command that would prepare it, if a run cannot read a folder."""
     if not path.exists():
         raise UserError("there is no such folder or file", key, str(path))
-    if read_manifest(path):
+    if read_shard_manifest(path):
         return
     why = f'no {MANIFEST} of titanlite data prepare there; text is dataset = "text"'
     folder = path if path.is_dir() else path.parent

@@ -39,7 +39,7 @@ class Concatenated:
         """Write window `number` into `out`, of two rows, or four under a document mask."""
         start = number * self._seq_len
         ids = self._source.read(start, self._seq_len + 1)
-        fill(out, ids, partial(self._source.is_end, start))
+        fill_window(out, ids, partial(self._source.is_end, start))
 
 
 class Packed:
@@ -80,7 +80,9 @@ def blank(out: np.ndarray) -> None:
     out[DOCUMENTS:POSITIONS] = -1  # no row without a document mask
 
 
-def fill(out: np.ndarray, ids: np.ndarray, find_ended: Callable[[np.ndarray], np.ndarray]) -> None:
+def fill_window(
+    out: np.ndarray, ids: np.ndarray, find_ended: Callable[[np.ndarray], np.ndarray]
+) -> None:
     """Write `ids`, the tokens of a window and the next one, into `out`; if there are fewer, pad.
 
     `find_ended` returns which of the tokens are the last of a document.

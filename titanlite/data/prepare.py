@@ -30,9 +30,9 @@ from titanlite.data.shards import (
     MANIFEST,
     TOKENIZER_FILES,
     ends_file,
-    header,
     id_type,
-    read_manifest,
+    read_shard_manifest,
+    shard_header,
     write_ends,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +87,7 @@ def prepare(
         documents.fingerprint(tokenizer.fingerprint) for documents in sources.values()
     )
     state = "-".join(documents.state() for documents in sources.values())
-    if existing := read_manifest(out):
+    if existing := read_shard_manifest(out):
         if (existing["fingerprint"], existing["end"]) != (fingerprint, tokenizer.end):
             raise UserError(
                 f"{out} holds other data or another tokenizer's; choose another folder or remove it"
@@ -118,7 +118,7 @@ def prepare(
 
 def check_tokenizer(key: str, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Raise a UserError if a folder of shards was prepared with another tokenizer."""
-    manifest = read_manifest(folder)
+    manifest = read_shard_manifest(folder)
     if manifest is None or tokenizer is None or not manifest["tokenizer"]:
         return
     fingerprint = manifest["tokenizer_fingerprint"]
@@ -235,7 +235,7 @@ def _write(unit: Unit, staging: Path, tokenizer: Tokenizer) -> None:
                 if segment.ends:
                     ends.append(tokens)
         out.seek(0)
-        out.write(header(tokens, dtype, crc32))
+        out.write(shard_header(tokens, dtype, crc32))
         write_ends(staging, unit.number, np.asarray(ends, dtype=np.int64))
 
 

@@ -40,7 +40,7 @@ def id_type(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint32)
 
 
-def header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
+def shard_header(tokens: int, dtype: np.dtype, crc32: int = 0) -> bytes:
     """Return the header of a .bin shard. Other readers ignore the field with the checksum."""
     values = np.zeros(256, dtype=np.uint32)
     values[:4] = MAGIC, 1 if dtype.itemsize == 2 else 2, tokens, crc32
@@ -92,7 +92,7 @@ class ShardSource:
         self.remote = remote
         self.folder = folder
         self.vocab_size = vocab_size
-        manifest = read_manifest(folder)
+        manifest = read_shard_manifest(folder)
         assert manifest, f"{folder} was not prepared"
         self._shards = _listed_shards(folder, manifest)
         self._stops = list(itertools.accumulate(shard.tokens for shard in self._shards))
@@ -249,7 +249,7 @@ def spans(stops: list[int], start: int, count: int) -> Iterator[tuple[int, int, 
         part += 1
 
 
-def read_manifest(folder: Path | Place) -> dict[str, Any] | None:
+def read_shard_manifest(folder: Path | Place) -> dict[str, Any] | None:
     """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none,
     or only another program's.
     """

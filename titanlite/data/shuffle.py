@@ -36,7 +36,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order of a data set's samples over all epochs, each epoch with its own permutation."""
 
     samples: int

@@ -153,7 +153,7 @@ class ByteSource:
 
 Source = ShardSource | ByteSource
 """A stream of token ids, with an end token after each document or an index of document ends."""
-Place = tuple[str, str, str]
+DatasetPlace = tuple[str, str, str]
 """A section of the config, the name of its data set and its path."""
 
 

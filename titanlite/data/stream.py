@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.data.documents import require_folder, require_text, segments_of
 from titanlite.data.fingerprint import fingerprint
-from titanlite.data.packing import fill
+from titanlite.data.packing import fill_window
 from titanlite.data.shuffle import RankSlice
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import RunFailed, UserError, first_line, install_command
@@ -93,7 +93,7 @@ def open_stream(key: str, name: str, path: str, text_key: str = "text") -> tuple
     return f"{':'.join(parts)}@{split}", stream
 
 
-class Reader:
+class StreamReader:
     """The endless windows of reader `number` of `readers`, from the beginning or a state."""
 
     def __init__(self, stream: Stream, number: int, readers: int) -> None:
@@ -134,7 +134,7 @@ class Reader:
             self._rest = np.concatenate([self._rest, *ids, [end]], dtype=np.int64)
         rows = 4 if stream.masked else 2
         out = np.empty((rows, stream.seq_len), dtype=np.int64)
-        fill(out, self._rest[: stream.seq_len + 1], partial(np.equal, end))
+        fill_window(out, self._rest[: stream.seq_len + 1], partial(np.equal, end))
         self._rest = self._rest[stream.seq_len :]
         return out
 
@@ -198,12 +198,12 @@ class _RankStream(IterableDataset):
         self._rank_slice = rank_slice
         self._workers = max(1, workers)
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> StreamReader:
         worker = get_worker_info()
         number = self._rank_slice.coordinate * self._workers
         if worker:
             number += worker.id
-        return Reader(self._stream, number, self._rank_slice.ranks * self._workers)
+        return StreamReader(self._stream, number, self._rank_slice.ranks * self._workers)
 
 
 class StreamLoader:

@@ -15,7 +15,7 @@ from titanlite.config.rules.data import BYTE_VOCABULARY
 from titanlite.config.schema import JobConfig
 from titanlite.data.documents import plain_text
 from titanlite.data.remote import folder_of
-from titanlite.data.shards import TOKENIZER_SETTINGS, read_manifest
+from titanlite.data.shards import TOKENIZER_SETTINGS, read_shard_manifest
 from titanlite.errors import UserError
 
 
@@ -198,7 +198,7 @@ def tokenizer_of(config: JobConfig) -> Tokenizer | None:
     if not assets:
         copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())
         assets = next(copies, "")
-    manifests = [read_manifest(folder) for folder in shards]
+    manifests = [read_shard_manifest(folder) for folder in shards]
     is_known = any(manifest and manifest["tokenizer"] for manifest in manifests)
     if shards and not assets and not is_known:
         return None

@@ -8,11 +8,11 @@ from torch.utils.data import Dataset
 
 from titanlite.config.job import Job
 from titanlite.config.needs import is_streamed
-from titanlite.config.schema import Mixture as MixturePart
+from titanlite.config.schema import MixtureEntry
 from titanlite.data.mixture import Mixture, identify
 from titanlite.data.packing import Concatenated, Packed, blank
-from titanlite.data.shuffle import Order
-from titanlite.data.sources import Place, Source, each_of, in_turn, open_source
+from titanlite.data.shuffle import SampleOrder
+from titanlite.data.sources import DatasetPlace, Source, each_of, in_turn, open_source
 from titanlite.data.stream import Stream, open_stream
 from titanlite.data.tokenizer import Tokenizer, require_tokenizer
 from titanlite.data.trained import Trained, WindowSource
@@ -43,7 +43,7 @@ class Windows(Dataset[np.ndarray]):
         self.fingerprint = fingerprint
         self.each: Callable[..., None] = in_turn
         """Calls a function for the windows of a batch."""
-        self._orders = [Order(source.samples, seed + n) for n, source in enumerate(sources)]
+        self._orders = [SampleOrder(source.samples, seed + n) for n, source in enumerate(sources)]
         self._mixture = Mixture(weights) if len(sources) > 1 else None
         self.samples = sum(source.samples for source in sources)
 
@@ -67,7 +67,7 @@ class Windows(Dataset[np.ndarray]):
         self._sources[source].fill(out, self._orders[source](number))
 
 
-Opened = Mapping[Place, Source]
+Opened = Mapping[DatasetPlace, Source]
 """Sources that are open already."""
 NOTHING: Opened = MappingProxyType({})
 
@@ -88,7 +88,7 @@ def validation_data(
     The seed of its order is fixed, so that n steps are the same windows on any mesh.
     """
     settings = job.config.validation
-    source = MixturePart(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
+    source = MixtureEntry(dataset=settings.dataset, dataset_path=settings.dataset_path, weight=1.0)
     parts = [("validation", source)]
     data = _open(job, parts, job.validation_seq_len, tokenizer, 0, False, opened)
     if settings.steps != -1 and isinstance(data, Windows):
@@ -98,7 +98,7 @@ def validation_data(
 
 def _open(
     job: Job,
-    parts: list[tuple[str, MixturePart]],
+    parts: list[tuple[str, MixtureEntry]],
     seq_len: int,
     tokenizer: Tokenizer | None,
     seed: int,

@@ -34,11 +34,11 @@ WAITING_SECONDS = 0.05
 """Time per node between exchanges of a launcher that waits for a decision."""
 
 
-class Unreachable(RunFailed):
+class NoAnswer(RunFailed):
     """Node 0 did not answer in time, or is gone."""
 
 
-class Gone(Unreachable):
+class Gone(NoAnswer):
     """Node 0's launcher has ended."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Link:
         """Since when all connections have been refused."""
 
     def ask(self, operation: Callable[[dist.Store], T], seconds: float) -> T:
-        """Return the result of an operation, which may be repeated; raise Unreachable when the time
+        """Return the result of an operation, which may be repeated; raise NoAnswer when the time
         is up.
         """
         began = time.monotonic()
@@ -94,7 +94,7 @@ class Link:
                     raise Gone from None
                 if now > began + seconds:
                     silence = f"did not answer for {now - began:.0f} s"
-                    raise Unreachable(
+                    raise NoAnswer(
                         f"node 0 at {self._host}:{self._port} {silence}: {first_line(error)}"
                     ) from None
                 time.sleep(EXCHANGE_SECONDS)
@@ -171,7 +171,7 @@ class Board(threading.Thread):
         """Whether someone waits for a decision."""
         self.is_replaced = False
         """Whether another launcher has replaced this one, which seemed dead."""
-        self.problem: Unreachable | None = None
+        self.problem: NoAnswer | None = None
         """Why node 0 does not answer."""
         self.crash: BaseException | None = None
         """What ended the thread prematurely."""
@@ -208,7 +208,7 @@ class Board(threading.Thread):
                 self._lost_at = 0.0
                 self.problem = None
                 self.exchanges += 1
-            except Unreachable as error:
+            except NoAnswer as error:
                 self._lost_at = self._lost_at or began
                 self.problem = error
             except BaseException as error:  # raised where a decision is waited for

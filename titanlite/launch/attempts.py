@@ -179,7 +179,7 @@ def saved_since(config: JobConfig) -> Callable[[], Saved]:
     before = status.times(config)
 
     def saved() -> Saved:
-        newest = status.newest(config)
+        newest = status.newest_step(config)
         if newest is None:
             return Saved()
         is_new = any(at for _, at in status.times(config).items() - before.items())

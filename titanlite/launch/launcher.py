@@ -24,14 +24,14 @@ from titanlite.checkpoint import status
 from titanlite.checkpoint.manifest import CONFIG, committed, step_folder
 from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, Loaded, load, parse_command_line
+from titanlite.config.load import ConfigError, Loaded, load_config, parse_command_line
 from titanlite.config.options import KeysHelp
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError
 from titanlite.launch.nodes import (
     Nodes,
-    describe_start,
+    describe_nodes,
     find_device,
     find_nodes,
     prepare_imports,
@@ -97,7 +97,7 @@ def _check_and_run(argv: list[str]) -> int:
     # Must be set before torch is imported, or the profiler prints what looks like errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     environ = dict(os.environ)
-    loaded = load(parse_command_line(argv, environ))
+    loaded = load_config(parse_command_line(argv, environ))
     job, nodes, device, processes = find_job(loaded, environ)
     shown = shown_ranks(environ)
     if max(shown) >= job.layout.world:
@@ -213,7 +213,7 @@ class Launch:
 
         config = self.job.config
         files = ", ".join(parse_command_line(self.argv, os.environ).files)
-        count = describe_start(self.nodes, self.device, self.processes)
+        count = describe_nodes(self.nodes, self.device, self.processes)
         say(f"titanlite: {count}, config {files}")
         if self.nodes.count == 1 and config.fault.rejoin_seconds != FaultSection().rejoin_seconds:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")

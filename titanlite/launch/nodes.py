@@ -266,7 +266,7 @@ def has_usable_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def describe_start(nodes: Nodes, device: str, processes: int) -> str:
+def describe_nodes(nodes: Nodes, device: str, processes: int) -> str:
     """Return the number of processes to start, and the variables that set it."""
     noun = "process" if processes == 1 else "processes"
     place = "GPUs" if device == "cuda" else "CPU"

@@ -28,10 +28,10 @@ from titanlite.runtime.bucket import BucketError
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.parallel.build import Table
+    from titanlite.parallel.build import ParameterTable
     from titanlite.train.prepared import Prepared
 
-Check = Callable[..., Any]
+RunCheck = Callable[..., Any]
 """Calls a function with arguments, and records the message of a UserError."""
 
 _PYTHON_AND_TORCH = 400 << 20
@@ -195,7 +195,7 @@ def _open_dataset(key: str, dataset: Any, job: Job, prepared: Prepared) -> str:
     return ""
 
 
-def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared) -> None:
+def _check_without_model(check: RunCheck, job: Job, device: str, prepared: Prepared) -> None:
     from titanlite.data.tokenizer import open_tokenizer, require_tokenizer
     from titanlite.observe.trackers import require_sinks
     from titanlite.parallel import compile, float8, fsdp
@@ -215,7 +215,7 @@ def _check_without_model(check: Check, job: Job, device: str, prepared: Prepared
             check(require_tokenizer, prepared.tokenizer, purpose)
     check(compile.check_backend, config.compile)
     check(compile.check_cache_folder, config.compile)
-    check(fsdp.check_torch, config.parallelism)
+    check(fsdp.check_keys, config.parallelism)
     if device == "cuda" and config.compile.enable and config.compile.backend == "inductor":
         check(_check_triton, "compile.enable")
     elif device == "cuda" and config.training.document_mask:
@@ -299,7 +299,7 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _check_memory(
-    job: Job, parts: list[list[nn.Module]], table: Table, available: int | None
+    job: Job, parts: list[list[nn.Module]], table: ParameterTable, available: int | None
 ) -> None:
     """Raise if a rank's share of parameters, gradients and optimizer state exceeds its memory in
     bytes, if that is known.
@@ -359,7 +359,7 @@ def _check_state(job: Job, processes: int) -> None:
         )
 
 
-def _state_size(job: Job, parts: list[nn.Module], table: Table, element_size: int) -> int:
+def _state_size(job: Job, parts: list[nn.Module], table: ParameterTable, element_size: int) -> int:
     """Return the bytes of parameters, gradients and optimizer state of some parts of a model, with
     `element_size` bytes per number.
     """

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.status import newest
+from titanlite.checkpoint.status import newest_step
 from titanlite.config.schema import JobConfig
 from titanlite.errors import CUT_SHORT, STOPPED
 from titanlite.fault.status import Ended
@@ -160,7 +160,7 @@ class Stopping:
         saved = 0
         # A run that has not trained has saved nothing: what is there is an earlier run's.
         if self._config.checkpoint.enable and (step or self._has_trained):
-            saved = newest(self._config) or 0
+            saved = newest_step(self._config) or 0
         lost = max(0, step - saved)
         code = CUT_SHORT if lost else STOPPED
         return EarlyExit(code, max(step, saved), self.reason, lost)

@@ -165,7 +165,7 @@ def _flags(settings: schema.Optimizer) -> dict[str, bool]:
 def _implementation(settings: schema.Optimizer) -> str:
     """Return the implementation that runs."""
     if settings.name == "SGD" and settings.implementation == "fused":
-        return "foreach"  # torch 2.11 to 2.13 lack a fused SGD for sharded parameters
+        return "foreach"  # still so in torch 2.14: no fused SGD for sharded parameters
     return settings.implementation
 
 

@@ -21,7 +21,7 @@ from titanlite.registry import ModelSpec, Rule, assign
 if TYPE_CHECKING:
     from titanlite.parallel.mesh import Mesh
 
-Table = dict[str, Rule]
+ParameterTable = dict[str, Rule]
 """The row of every parameter of a model."""
 
 
@@ -44,7 +44,7 @@ class Context:
 
     job: Job
     mesh: "Mesh"
-    table: Table
+    table: ParameterTable
     """The rule of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
@@ -55,7 +55,7 @@ class Context:
         return {int(number): block for number, block in blocks.named_children()}
 
 
-def build_model(job: Job) -> tuple[nn.Module, Table]:
+def build_model(job: Job) -> tuple[nn.Module, ParameterTable]:
     """Return the whole model on the meta device, in training.dtype and with model.freeze applied,
     and its table.
     """
@@ -68,7 +68,9 @@ def build_model(job: Job) -> tuple[nn.Module, Table]:
     return model, table
 
 
-def build_meta_model(spec: ModelSpec, flavor: Any, positions: int = 1) -> tuple[nn.Module, Table]:
+def build_meta_model(
+    spec: ModelSpec, flavor: Any, positions: int = 1
+) -> tuple[nn.Module, ParameterTable]:
     """Return a model on the meta device and the rule of each of its parameters."""
     with torch.device("meta"):
         model = spec.module(flavor, positions)

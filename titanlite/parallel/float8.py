@@ -74,8 +74,8 @@ class Float8:
             round_between_fused_operations()
         if context.device.type == "cpu":
             gather_float8_as_bytes()  # activations, under tensor parallel
-        # A converted layer's output is a view. torch 2.13 warns against changing it in place, which
-        # nothing here does.
+        # A converted layer's output is a view. Still so in torch 2.14: it warns against changing a
+        # view in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return _table(layers, model, context)
 

@@ -90,7 +90,7 @@ def _shard(
     model: nn.Module,
     context: Context,
     groups: Sequence[list[nn.Module]],
-    plan: fsdp_schedule.Schedule,
+    plan: fsdp_schedule.PrefetchSchedule,
     experts: Collection[nn.Module],
 ) -> None:
     """Apply FSDP2 to each group, and to the root."""
@@ -170,10 +170,10 @@ _METHODS = {
     "fsdp_separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
     "enable_fsdp_symm_mem": "set_symm_mem_for_comm",
 }
-"""Keys, and FSDP2's methods for them, which torch 2.14 has."""
+"""Keys, and FSDP2's methods for them, which torch has from 2.14 on."""
 
 
-def check_torch(settings: Parallelism) -> None:
+def check_keys(settings: Parallelism) -> None:
     """Raise a UserError if a key needs a later torch."""
     for key, method in _METHODS.items():
         if getattr(settings, key) and not hasattr(FSDPModule, method):

@@ -14,7 +14,7 @@ from titanlite.registry import Rule, expert_paths
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PrefetchSchedule:
     """Groups of modules that are gathered together, and their prefetches.
 
     Groups are numbered in the order in which the forward pass needs them.
@@ -61,7 +61,7 @@ class Schedule:
         return lines
 
 
-def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Schedule:
+def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> PrefetchSchedule:
     """Return the schedule of a model part that has these `modules` (None: the whole model).
 
     A tied embedding and output form one group, needed first; as two, each would hold a shard of the
@@ -101,7 +101,7 @@ def schedule(job: Job, tied: bool, modules: Collection[str] | None = None) -> Sc
     count = len(ordered)
     forward_only = _looked_up(ordered, spec.rules(job.model_config))
     backward_order = _backward_order(numbered, last, forward_only)
-    return Schedule(
+    return PrefetchSchedule(
         groups=tuple(ordered),
         last=last,
         last_is_root=head_in_root,
@@ -173,7 +173,7 @@ def _next_groups(
     return tuple(following.get(group, ()) for group in range(groups))
 
 
-def set_prefetch(groups: Sequence[Any], plan: Schedule) -> None:
+def set_prefetch(groups: Sequence[Any], plan: PrefetchSchedule) -> None:
     """Hand the schedule to FSDP2; `groups` are the first modules of each group, sharded already."""
     for group in plan.forward_only:
         groups[group].set_unshard_in_backward(False)

@@ -48,7 +48,8 @@ class _InTwoParts(torch.autograd.Function):
         out = (earlier * (1 - share) + own * share).to(q.dtype)
         lse = torch.logaddexp(lse_earlier, lse_own)
         ctx.save_for_backward(q, k, v, out, lse, *seeds_earlier, *seeds_own)
-        # torch 2.11's compiler loses the gradient where `to` has nothing to convert.
+        # Until torch 2.14 is the minimum: 2.11's compiler loses the gradient where `to` has nothing
+        # to convert.
         return out.view_as(out)
 
     @staticmethod

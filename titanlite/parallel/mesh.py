@@ -126,7 +126,8 @@ def new_groups(name: str, rows: Tensor, gpu_only: bool = False) -> dist.ProcessG
         group, _ = dist.new_subgroups_by_enumeration(lists_of_ranks, group_desc=name)
     else:  # by enumeration, each row would be a split of all ranks
         options: dict[str, Any] = {}
-        if gpu_only and "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.14
+        # Until torch 2.14 is the minimum: earlier ones lack `backend`.
+        if gpu_only and "backend" in inspect.signature(dist.split_group).parameters:
             options["backend"] = "cuda:nccl"
         group = dist.split_group(split_ranks=lists_of_ranks, group_desc=name, **options)
     return cast(dist.ProcessGroup, group)

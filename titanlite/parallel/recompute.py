@@ -41,7 +41,8 @@ def apply(model: nn.Module, context: Context, around_graphs: bool = False) -> li
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
     # It appears twice in the order; a job uses one of the two. Usually the compiler gets a block
     # that already recomputes. Under tensor or context parallel, whole-block recomputation wraps the
-    # compiled block, since torch 2.13 fails to compile it (2.11 does not).
+    # compiled block, until torch 2.14 is the minimum: 2.13 fails to compile it, 2.11 and 2.14 don't
+    # (2.14 tried under TP by aot_eager_decomp_partition, which partitions as inductor does).
     is_outside_compile = layout.tp * layout.cp > 1 and not by_operation
     if around_graphs != is_outside_compile:
         return []

@@ -18,7 +18,7 @@ from titanlite.config.job import Job
 from titanlite.config.stages import SPLIT_BACKWARD
 from titanlite.parallel.build import build_model
 from titanlite.planner.fake_world import FakeWorld
-from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened
+from titanlite.planner.pipeline import all_micro_batches, blocks_of, rank_kind, shortened_job
 from titanlite.planner.record import Recording, Totals, add_up
 from titanlite.planner.rehearse import rehearse
 
@@ -42,7 +42,7 @@ def ranks_in(
     bytes, stop after the first pipeline rank that needs more.
     """
     step = partial(rehearse, world=world, as_on_cuda=as_on_cuda, imbalance=imbalance)
-    is_short = as_on_cuda and shortened(job) != job
+    is_short = as_on_cuda and shortened_job(job) != job
     ranks = list[Totals]()
     known = dict[Any, list[Recording]]()
 

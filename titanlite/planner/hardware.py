@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 from titanlite.config.hardware_table import GIB, hardware_table
 from titanlite.errors import UserError, nearest
 
-Positive = Annotated[float, Field(gt=0, strict=True)]
-Count = Annotated[int, Field(gt=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 _EXACT = ConfigDict(extra="forbid")
 
 
@@ -21,34 +21,34 @@ _EXACT = ConfigDict(extra="forbid")
 class GPU:
     words: str
     """Words of the GPU's name in torch."""
-    memory_gib: Positive
-    memory: Positive
+    memory_gib: PositiveFloat
+    memory: PositiveFloat
     """Bandwidth in GB/s."""
     node: str
-    peaks: dict[str, Positive]
+    peaks: dict[str, PositiveFloat]
     """Dense TFLOP/s by type."""
     source: str = "from a file"
 
 
 @dataclass(frozen=True, config=_EXACT)
 class Host:
-    gib: Positive = 1024
+    gib: PositiveFloat = 1024
     """A node's memory."""
-    memory: Positive = 410
+    memory: PositiveFloat = 410
     """Bandwidth in GB/s."""
-    link: Positive = 32
+    link: PositiveFloat = 32
     """GB/s between the host and a GPU, in one direction."""
-    disk: Positive = 5
+    disk: PositiveFloat = 5
     """GB/s of optimizer.state_folder on a node, reads and writes together."""
     source: str = "assumed: 16 channels of DDR4-3200, PCIe 4.0 x16, one NVMe disk"
 
 
 @dataclass(frozen=True, config=_EXACT)
-class Node:
-    gpus: Count
-    link: Positive
+class NodeHardware:
+    gpus: PositiveInt
+    link: PositiveFloat
     """GB/s that a GPU can send to the other GPUs of its node."""
-    nics: Count
+    nics: PositiveInt
     network: str
     source: str
     host: Host = Host()
@@ -58,9 +58,9 @@ class Node:
 class Reserve:
     gib: Annotated[float, Field(ge=0, strict=True)]
     """GPU memory reserved for what no rehearsal counts."""
-    allocator: Positive
+    allocator: PositiveFloat
     """Memory that torch's allocator takes if it has room, as a multiple of a step's peak."""
-    allocator_alone: Positive
+    allocator_alone: PositiveFloat
     """The same on a rank that gathers nothing."""
     source: str
 
@@ -69,8 +69,8 @@ class Reserve:
 class Hardware:
     name: str
     gpu: GPU
-    node: Node
-    nic: Positive
+    node: NodeHardware
+    nic: PositiveFloat
     """GB/s of a NIC."""
     reserve: Reserve
 
@@ -146,8 +146,8 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     """
     table = hardware_table(files)
     found = _entry(GPU, table, "gpu", gpu, "--gpu")
-    node = _entry(Node, table, "node", found.node, f"gpu.{gpu}.node")
-    nic = _entry(Positive, table, "network", node.network, f"node.{found.node}.network")
+    node = _entry(NodeHardware, table, "node", found.node, f"gpu.{gpu}.node")
+    nic = _entry(PositiveFloat, table, "network", node.network, f"node.{found.node}.network")
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")
     return Hardware(gpu, found, node, nic, reserve)
 

@@ -20,7 +20,7 @@ from titanlite.planner.record import Event, Operation, Recording
 from titanlite.planner.torch_private import SilentStage, run_silently
 
 
-def shortened(job: Job) -> Job:
+def shortened_job(job: Job) -> Job:
     """Return a pipeline's job with the fewest micro-batches that still have every kind of event:
     the first, the last, and one in between.
     """

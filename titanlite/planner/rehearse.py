@@ -41,7 +41,7 @@ from titanlite.planner.compiled import compile_without_code
 from titanlite.planner.counting import Counting
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.phases import name_phases, name_phases_of_stages
-from titanlite.planner.pipeline import shortened
+from titanlite.planner.pipeline import shortened_job
 from titanlite.planner.record import DISK, KINDS, Collective, Operation, Recording
 from titanlite.planner.torch_private import (
     fake_tensor_mode,
@@ -95,7 +95,7 @@ def rehearse(
             allocate(part, context.device)
         guard = StepGuard(config.fault, context.device, job.layout.tp, copy=stand_ins.late_copy)
         if is_short:
-            context = replace(context, job=shortened(job))
+            context = replace(context, job=shortened_job(job))
         runner = _build_step_runner(context, parts, rank)
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
@@ -183,7 +183,7 @@ def _rehearsing(
         replaced(expert_parallel, "exchange_sizes_on_host", sizes),
         replaced(moe, "sizes_on_host", stand_ins.even_groups),
         replaced(torch, "compile", compile_without_code),
-        replaced(muon, "_plan", partial(stand_ins.with_values, muon._plan)),
+        replaced(muon, "_plan", partial(stand_ins.with_real_values, muon._plan)),
     ):
         yield
 

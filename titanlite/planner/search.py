@@ -74,7 +74,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search, and how much of the space it covered."""
 
     best: Sequence[Candidate]
@@ -86,7 +86,7 @@ class Found:
     """The smallest demand in bytes among the plans that did not fit, and that plan."""
 
 
-def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> Found:
+def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10) -> SearchResult:
     """Return the fastest plans for a job's model, global batch and number of ranks."""
     end = time.monotonic() + max_seconds
     model = _Model(job)
@@ -126,7 +126,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             else:
                 too_large.append(other)
                 needed = min(needed, (full.peak, f"{other.layout}, rehearsed,"))
-    return Found(fitting[:most], counts, needed)
+    return SearchResult(fitting[:most], counts, needed)
 
 
 def changed(job: Job, settings: Settings) -> Job | None:

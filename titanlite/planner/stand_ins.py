@@ -31,7 +31,7 @@ def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGro
     return [[_coordinate(mesh, rank) for mesh in meshes] for rank in ranks]
 
 
-def with_values(function: Callable[..., Any], *args: Any) -> Any:
+def with_real_values(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that reads the tensors it creates, such as a matrix's offsets in a mesh."""
     with real_tensors():
         return function(*args)

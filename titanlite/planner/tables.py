@@ -7,7 +7,7 @@ from titanlite.observe.page import Number, Table
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.plan import Plan, reserve_text
 from titanlite.planner.record import KINDS
-from titanlite.planner.search import FLOAT8, Candidate, Found
+from titanlite.planner.search import FLOAT8, Candidate, SearchResult
 from titanlite.planner.speed import ASSUMED
 
 
@@ -136,7 +136,7 @@ def _speed(plan: Plan) -> Table:
     return Table("speed", title, ("", "bound"), rows, [*plan.hardware.assumptions, *ASSUMED])
 
 
-def search_table(found: Found, hardware: Hardware, world: int) -> Table:
+def search_table(found: SearchResult, hardware: Hardware, world: int) -> Table:
     """Return the ranking of a search."""
     seen = ", ".join(f"{number} {what}" for what, number in found.counts.items() if number)
     if not found.best:

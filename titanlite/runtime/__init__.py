@@ -1,5 +1,5 @@
 """What every rank builds on: cluster variables, process groups, seeds, files, and torch's private
 names.
 
-May import config, registry, layout and errors. Never imports a technique, a model or a checkpoint.
+May import config, registry and errors. Never imports a technique, a model or a checkpoint.
 """

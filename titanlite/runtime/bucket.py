@@ -375,7 +375,7 @@ def bucket_path(url: str, patience: float = 0, uploads: Uploads = Uploads()) -> 
     return BucketPath(_open(bucket, patience or _PATIENCE_SECONDS, uploads), key)
 
 
-def copy(path: Place, target: Place) -> tuple[int, int]:
+def copy_file(path: Place, target: Place) -> tuple[int, int]:
     """Copy a file; return the size and checksum of the copy."""
     return target.put_blocks(path.blocks(), path.stat().st_size)
 
@@ -393,7 +393,7 @@ def copy_below(folder: Place, target: Place) -> None:
 
     files = list(files_below(folder, target))
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda pair: copy(*pair), files))
+        list(pool.map(lambda pair: copy_file(*pair), files))
 
 
 @cache

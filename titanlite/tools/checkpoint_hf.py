@@ -58,8 +58,7 @@ def _export(
     """Write the weights into a folder."""
     import torch
 
-    from titanlite.checkpoint.hf.export import export as write_export
-    from titanlite.checkpoint.hf.export import plain_tensors, weights_of
+    from titanlite.checkpoint.hf.export import plain_tensors, weights_of, write_folder
     from titanlite.checkpoint.load import load_tensors
 
     def read(name: str) -> torch.Tensor:
@@ -71,7 +70,7 @@ def _export(
             tensors = plain_tensors(manifest, dtype)
             documents = {CONFIG: read_document(folder, CONFIG)}
             fetch = _counted(weights_of(folder, manifest), len(tensors), show)
-            write_export(target, tensors, documents, fetch)
+            write_folder(target, tensors, documents, fetch)
             if manifest.base:
                 print_notice(f"the adapters alone; their base is {manifest.base.folder}")
         elif arguments.format in ("torchtitan", "dcp"):
@@ -98,8 +97,7 @@ def _export_hf(
     import torch
 
     from titanlite.checkpoint.base import BaseWeights
-    from titanlite.checkpoint.hf.export import export as write_export
-    from titanlite.checkpoint.hf.export import merged, translation_of, weights_of
+    from titanlite.checkpoint.hf.export import merged, translation_of, weights_of, write_folder
     from titanlite.checkpoint.hf.names import documents as hf_documents
     from titanlite.checkpoint.hf.peft import export_adapters
 
@@ -118,7 +116,7 @@ def _export_hf(
     fetch = merged(_counted(read, total, show), translation)
     tokenizer = _tokenizer(arguments.tokenizer, config)
     documents = hf_documents(translation.config, dtype, tokenizer)
-    write_export(target, translation.hf_tensors(dtype), documents, fetch)
+    write_folder(target, translation.hf_tensors(dtype), documents, fetch)
 
 
 def _refuse_existing(out: LocalPath) -> None:

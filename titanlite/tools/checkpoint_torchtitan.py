@@ -14,7 +14,7 @@ from titanlite.runtime.bucket import Place
 from titanlite.runtime.store import LocalPath
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.torchtitan.write import Read
+    from titanlite.checkpoint.torchtitan.write import ReadTensor
 
 _RESUMES = (
     "TorchTitan resumes from it with --checkpoint.initial_load_path {} "
@@ -30,7 +30,7 @@ def export_dcp(
     target: LocalPath,
     config: JobConfig,
     names: Names,
-    read: Read,
+    read: ReadTensor,
     for_torchtitan: bool,
 ) -> None:
     """Write a checkpoint in the format of torch's DCP; for TorchTitan, with all that its trainer

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from titanlite.config.docs import json_schema, markdown
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import load_config, parse_command_line
 from titanlite.config.options import declare, positive_int
 from titanlite.config.pipeline_order import describe
 from titanlite.config.toml import to_toml
@@ -50,7 +50,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     if arguments.markdown:
         print(markdown(), end="")
         return 0
-    loaded = load(parse_command_line(overrides, os.environ))
+    loaded = load_config(parse_command_line(overrides, os.environ))
     job = job_from(loaded, world=arguments.world, training=False)
     if arguments.schedule:
         from titanlite.parallel import fsdp_schedule

@@ -23,7 +23,7 @@ from titanlite.data.documents import SUFFIXES, Documents, text_files
 from titanlite.data.foreign import FORMATS, list_tokens, token_files
 from titanlite.data.prepare import prepare
 from titanlite.data.remote import folder_of
-from titanlite.data.shards import read_manifest
+from titanlite.data.shards import read_shard_manifest
 from titanlite.data.tokenizer import load_tokenizer, printable, tokenizer_of
 from titanlite.errors import UserError, format_table, print_notice
 from titanlite.observe.progress import progress_bar
@@ -144,7 +144,7 @@ def _show(arguments: Namespace) -> int:
     if not is_config:
         size = tokenizer.vocab_size if tokenizer else _LARGEST
     job = replace(job, shape=replace(job.shape, vocab_size=size))
-    manifest = read_manifest(folder_of("training", config.training.dataset_path))
+    manifest = read_shard_manifest(folder_of("training", config.training.dataset_path))
     if manifest:
         _describe(manifest)
     data = training_data(job, tokenizer, config.debug.seed or 0)
@@ -174,7 +174,7 @@ def _options(place: str) -> list[str]:
     if is_url(place):
         kind = "tokens"
     elif any(file.suffix in (".bin", ".npy") for file in files):
-        manifest = read_manifest(path)
+        manifest = read_shard_manifest(path)
         kind = "tokens"
         if not manifest or not manifest["documents"]:
             masked = []

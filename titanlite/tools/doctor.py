@@ -21,7 +21,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import load_config, parse_command_line
 from titanlite.config.options import declare
 from titanlite.config.schema import with_values
 from titanlite.config.toml import to_toml
@@ -68,7 +68,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
         return _read_traces(arguments.traces)
     environ = dict(os.environ)
     job, nodes, device, processes = launcher.find_job(
-        load(parse_command_line(overrides, environ)), environ
+        load_config(parse_command_line(overrides, environ)), environ
     )
     only_imports = prepare_imports(processes, os.environ)
     from titanlite.fault.status import Ended

@@ -28,8 +28,7 @@ from titanlite.checkpoint.root import checkpoint_root, checkpoints_of, saved_roo
 from titanlite.checkpoint.rules import check_model
 from titanlite.checkpoint.transfer import fetched, forget, mismatches
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, parse_command_line
-from titanlite.config.load import load as load_config
+from titanlite.config.load import ConfigError, load_config, parse_command_line
 from titanlite.config.options import declare
 from titanlite.errors import UserError, command_line, some_of
 from titanlite.observe.progress import track

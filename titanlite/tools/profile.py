@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from titanlite.checkpoint.manifest import CONFIG
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import load_config, parse_command_line
 from titanlite.config.options import declare
 from titanlite.errors import format_table
 from titanlite.launch import launcher
@@ -31,7 +31,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     """Run the job's first steps as `titanlite train` would, then print the table."""
     if arguments.dump:
         overrides = ["--config", f"{arguments.dump / CONFIG}", *overrides]
-    config = load(parse_command_line(overrides, os.environ)).config
+    config = load_config(parse_command_line(overrides, os.environ)).config
     folder = Path(config.job.dump_folder) / "profile"
     steps = WARM_UP + TRACED
     total = max(steps, config.lr_scheduler.total_steps or config.training.steps)

@@ -5,7 +5,7 @@ Imports no torch, since the launcher prints them too.
 
 from pathlib import Path
 
-from titanlite.checkpoint.status import command_for, last_saved_message, name_of, newest
+from titanlite.checkpoint.status import command_for, last_saved_message, name_of, newest_step
 from titanlite.config.schema import JobConfig
 from titanlite.errors import command_line
 from titanlite.runtime.page import EarlyExit
@@ -47,7 +47,7 @@ def describe_stop(config: JobConfig, left: EarlyExit) -> str:
     if not left.step:
         kept = None
         if config.checkpoint.enable:
-            kept = newest(config)
+            kept = newest_step(config)
         still = ""
         if kept is not None:
             still = f"; the newest checkpoint is still {name_of(config, kept)}"

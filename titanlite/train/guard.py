@@ -23,11 +23,11 @@ PERIOD = 1000
 _NEVER = 2**62
 Note = Callable[[int, str, dict[str, float]], None]
 """Called on every rank with a bad step's number, a line for the log, and metrics."""
-Read = Callable[[], list[float]]
+LateValues = Callable[[], list[float]]
 """Returns values once they are on the host."""
 
 
-def late_copy(values: torch.Tensor) -> Read:
+def late_copy(values: torch.Tensor) -> LateValues:
     """Read device values on the host one step later, without blocking the device.
 
     Return a function that returns them once they have arrived.
@@ -64,13 +64,13 @@ class StepGuard:
         device: torch.device,
         tp: int,
         note: Note = lambda *_: None,
-        copy: Callable[[torch.Tensor], Read] = late_copy,
+        copy: Callable[[torch.Tensor], LateValues] = late_copy,
     ) -> None:
         self._tp = tp
         self._copy = copy
         self._first_bad = torch.full((2,), _NEVER, device=device)
         """The steps of the first bad loss and of the first bad norm."""
-        self._read_flags: Read | None = None
+        self._read_flags: LateValues | None = None
         self._bad_steps: BadSteps | None = None
         """None if non-finite values end the run and spike detection is off."""
         if settings.on_nonfinite == "skip" or settings.spike_sigma:
@@ -170,7 +170,7 @@ class BadSteps:
         settings: FaultSection,
         device: torch.device,
         note: Note,
-        copy: Callable[[torch.Tensor], Read] = late_copy,
+        copy: Callable[[torch.Tensor], LateValues] = late_copy,
     ) -> None:
         self._copy = copy
         self._settings: FaultSection = settings
@@ -188,7 +188,7 @@ class BadSteps:
         self._norm = self._nothing
         self._loss = self._nothing
         """This rank's part of the last step's loss, until it is summed."""
-        self._judged: list[tuple[int, Read]] = []
+        self._judged: list[tuple[int, LateValues]] = []
         """Steps with their norm, its limit, their loss and its limit, which are not read yet."""
 
     def record(

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titanlite.data.sources import Place, Source
+from titanlite.data.sources import DatasetPlace, Source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.parallel.build import Converter, Table
+from titanlite.parallel.build import Converter, ParameterTable
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Prepared:
     """Parts of a job; a rank builds what is missing."""
 
     tokenizer: Tokenizer | None = None
-    sources: dict[Place, Source] = field(default_factory=dict)
+    sources: dict[DatasetPlace, Source] = field(default_factory=dict)
     converters: Sequence[Converter] = ()
-    model: tuple[nn.Module, Table] | None = None
+    model: tuple[nn.Module, ParameterTable] | None = None
     """The whole model on the meta device, and its table."""

@@ -111,7 +111,7 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     )
 
 
-def compare(own: RankFacts, world: int) -> list[RankFacts]:
+def compare_ranks(own: RankFacts, world: int) -> list[RankFacts]:
     """Raise the same UserError on all ranks if they cannot train together.
 
     Return all facts on rank 0.

@@ -50,7 +50,7 @@ from titanlite.train.guard import Spike, StepGuard
 from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
-from titanlite.train.rank_facts import RankFacts, compare, facts_of
+from titanlite.train.rank_facts import RankFacts, compare_ranks, facts_of
 from titanlite.train.report import Report
 from titanlite.train.step import StepRunner
 from titanlite.train.validate import Cost, validation_loss
@@ -132,7 +132,7 @@ class Trainer:
         saver = Saver(checkpoints, device)
         resume, seed = _find_start(checkpoints)
         data = _open_data(job, rank_info.rank, seed, prepared)  # refuses wrong data early
-        compare(data.add_to(own_facts), rank_info.world)
+        compare_ranks(data.add_to(own_facts), rank_info.world)
         resume.check_data(seed, data.training.fingerprint)
         model, context = _build_model(job, mesh, device, prepared)
         report = _build_report(context, model, data, rank_info, log)  # counts the unchanged model
@@ -385,7 +385,7 @@ def _connect(
         use_deterministic_algorithms()
     own_facts = facts_of(job, rank_info, device)
     # Before the groups, since ranks that differ would create different ones.
-    facts = compare(own_facts, rank_info.world)
+    facts = compare_ranks(own_facts, rank_info.world)
     mesh = build_mesh(job.layout, device.type)
     if job.config.fault.preflight and rank_info.world > 1:
         # Time these groups now, before a slow one costs hours.

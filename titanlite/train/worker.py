@@ -17,7 +17,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import status
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.config.job import Job, job_from
-from titanlite.config.load import load, parse_command_line
+from titanlite.config.load import load_config, parse_command_line
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, print_notice, remedy
@@ -66,7 +66,7 @@ def main(
         else:
             check_torch()  # otherwise the launcher did this
         rank = rank_info(environ)
-        loaded = load(parse_command_line(argv, environ))
+        loaded = load_config(parse_command_line(argv, environ))
         choice = environ[DEVICE] if LAUNCHED in environ else loaded.config.job.device
         device = pick_device(choice, rank.local_rank)
         job = job_from(loaded, world=rank.world, training=True, device=device.type)

@@ -39,7 +39,7 @@ from titanlite.verify.table import (
 if TYPE_CHECKING:
     from titanlite.verify.runner import Result
 
-Rows = dict[int, Row]  # by their numbers in the printed table
+NumberedRows = dict[int, Row]  # by their numbers in the printed table
 DESCRIPTION = """\
 Train a few steps on up to 8 local processes, for a table of layouts and techniques, and compare
 each row with the plain module in one process: initial values, gradients, their norm, and weights. \
@@ -109,7 +109,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     return _run_rows(model, rows, arguments)
 
 
-def first_rows(rows: Rows) -> Rows:
+def first_rows(rows: NumberedRows) -> NumberedRows:
     """Return the rows that run without options, among them only the first of each further layout
     and of inductor.
     """
@@ -121,7 +121,7 @@ def first_rows(rows: Rows) -> Rows:
     return found
 
 
-def further_rows(rows: Rows) -> Rows:
+def further_rows(rows: NumberedRows) -> NumberedRows:
     """Return all rows of the further layouts and of inductor."""
     return {number: row for number, row in rows.items() if _further(row)}
 
@@ -137,7 +137,7 @@ def _further(row: Row) -> str:
     return ""
 
 
-def table(model: ModelUnderTest) -> Rows:
+def table(model: ModelUnderTest) -> NumberedRows:
     """Return the rows that cover every pair, those of single techniques, and those of further
     layouts.
     """
@@ -149,7 +149,7 @@ def table(model: ModelUnderTest) -> Rows:
     return numbered(rows)
 
 
-def rows_of_device(model: ModelUnderTest, most: int | None = None) -> Rows:
+def rows_of_device(model: ModelUnderTest, most: int | None = None) -> NumberedRows:
     """Return the rows that the model and the number of ranks allow."""
     import torch
 
@@ -169,7 +169,7 @@ def rows_of_device(model: ModelUnderTest, most: int | None = None) -> Rows:
     return numbered(allowed)
 
 
-def full_table(model: ModelUnderTest) -> Rows:
+def full_table(model: ModelUnderTest) -> NumberedRows:
     """Return for every layout the product of the choices that change the mathematics most."""
     rows = full(_choices(model, LAYOUTS))
     for layout in filter(model.layouts.get, [*BEYOND, *ONLY_FULL]):
@@ -199,12 +199,12 @@ def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     return rows
 
 
-def numbered(rows: Sequence[Row]) -> Rows:
+def numbered(rows: Sequence[Row]) -> NumberedRows:
     """Number rows as in the printed table."""
     return dict(enumerate(rows, 1))
 
 
-def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
+def selected(model: ModelUnderTest, rows: NumberedRows, only: str) -> NumberedRows:
     """Return the rows that --only names by number or layout, in the table's order and with the
     table's numbers.
     """
@@ -232,7 +232,7 @@ def selected(model: ModelUnderTest, rows: Rows, only: str) -> Rows:
     return {number: row for number, row in rows.items() if number in chosen}
 
 
-def _run_rows(model: ModelUnderTest, rows: Rows, arguments: Namespace) -> int:
+def _run_rows(model: ModelUnderTest, rows: NumberedRows, arguments: Namespace) -> int:
     """Run and print the rows that are not cached, and with --full write the page."""
     from titanlite.verify.report import TablePrinter, page
     from titanlite.verify.runner import check_tables, open_pool, row_runner

@@ -31,7 +31,7 @@ from titanlite.train.trainer import Trainer
 from titanlite.verify import measurements
 from titanlite.verify.measurements import Measured, Mismatch, with_optimizer
 from titanlite.verify.model_under_test import build_job
-from titanlite.verify.step_record import StepRecord
+from titanlite.verify.step_record import StepRecorder
 from titanlite.verify.table import Row
 
 
@@ -75,7 +75,7 @@ def measure(
         measured, torch.load(reference, mmap=True, weights_only=True), row.precision, trainer.owns
     )
     if device.type == "cpu" and mismatch[0] <= measurements.BOUNDS[row.precision]:
-        for what, difference in trainer.record.differences(trainer.parts, trainer.runner.model):
+        for what, difference in trainer.recorder.differences(trainer.parts, trainer.runner.model):
             if difference:
                 return math.inf, f"{what} {difference}"
     return mismatch
@@ -112,7 +112,7 @@ class InstrumentedTrainer(Trainer):
         batches = map(MicroBatch, own_rows.chunk(rank_slice.accumulation))
         self.micro_batches = [take(self.runner.model, each) for each in batches]
         self.measured: Measured = {}
-        self.record = StepRecord(job, job.layout.coordinates(self.rank_info.rank)["pp"])
+        self.recorder = StepRecorder(job, job.layout.coordinates(self.rank_info.rank)["pp"])
         self.report.close()
         self.report.sinks = [SimpleNamespace(write=self.keep_first)]
         self._forward_backward = self.runner.forward_backward
@@ -160,7 +160,7 @@ class InstrumentedTrainer(Trainer):
         if self.job.layout.pp == 1:
             return True
         own = list[str]()
-        for stage in stages.ranks[self.record.stage_rank]:
+        for stage in stages.ranks[self.recorder.stage_rank]:
             own += [f"{path}." for path in stages.names[stage]]
         modules = tuple(own)
         return name.startswith(modules) or bool(rule and rule.tied.startswith(modules))
@@ -183,7 +183,7 @@ class InstrumentedTrainer(Trainer):
     ) -> torch.Tensor:
         # The declarations describe gloo's calls, and are the same on each device.
         recorded = step == 2 and self.runner.context.device.type == "cpu"
-        with self.record.recording() if recorded else nullcontext():
+        with self.recorder.recording() if recorded else nullcontext():
             loss = self._forward_backward(step, micro_batches, valid_tokens)
         if step == 1:
             self.measured[measurements.GRADIENT] = measurements.gradients(self.own_parameters())

@@ -15,7 +15,7 @@ from titanlite.config.section import Section
 from titanlite.config.toml import toml_value
 from titanlite.registry import ModelSpec, Rule, get_model, get_optimizer
 from titanlite.registry.lora import Adapters
-from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Row
+from titanlite.verify.table import ALL_LAYOUTS, OVERRIDES, SAMPLES, SPLIT_BY, STEPS, Choices, Row
 
 SEQ_LEN = 8
 ODD_VOCABULARY = 251
@@ -24,8 +24,6 @@ TOKENS = "tokens"
 """The shards that every job opens; the harness replaces what its steps read."""
 IMPORTED = "hf"
 """The Hugging Face folder of a row's reference, in the same folder."""
-Split = Mapping[str, Sequence[str]]
-"""Choices for the columns of SPLIT_BY."""
 FIXED = [
     "--training.dataset=tokens",
     f"--training.seq_len={SEQ_LEN}",
@@ -52,7 +50,7 @@ class ModelUnderTest:
     flavor: Any
     frozen: Sequence[str]
     """model.freeze."""
-    layouts: Mapping[str, Split]
+    layouts: Mapping[str, Choices]
     """Allowed layouts, each with its allowed choices for the columns of SPLIT_BY."""
     refused_layouts: Mapping[str, str]
     """Layouts, or choices in them, that the config's rules refuse, and why."""
@@ -189,13 +187,13 @@ def _changed(name: str, section: Section) -> Iterator[str]:
             yield f"--{name}.{key}={toml_value(value)}"
 
 
-def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Split], dict[str, str]]:
+def _allowed_layouts(overrides: tuple[str, ...]) -> tuple[dict[str, Choices], dict[str, str]]:
     """Return the layouts that the config allows, each with its choices of SPLIT_BY, and why it
     refuses others.
 
     If one process is refused, that is the error.
     """
-    allowed = dict[str, Split]()
+    allowed = dict[str, Choices]()
     refused = dict[str, str]()
     refusal = cache(partial(_refusal, overrides))
     for layout, degrees in ALL_LAYOUTS.items():

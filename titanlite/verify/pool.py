@@ -82,8 +82,8 @@ class Pool:
         world = world or self.size
         assert world <= self.size, f"the pool has {self.size} ranks, not {world}"
         if self._world != world:
-            # torch 2.11, not 2.14, crashes if a process splits its second group of all ranks on
-            # GPUs (pytorch#192109).
+            # Until torch 2.14 is the minimum: 2.11 crashes if a process splits its second group of
+            # all ranks on GPUs (pytorch#192109).
             if self.device == "cuda" or self._generation % MAX_GROUP_REBUILDS == 0:
                 self.close()
             self._generation += 1

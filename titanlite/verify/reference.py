@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from titanlite.checkpoint.hf.export import export
+from titanlite.checkpoint.hf.export import write_folder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.config.job import Job
 from titanlite.data.packing import IGNORED
@@ -119,4 +119,4 @@ def _write_hf(folder: LocalPath, job: Job, weights: Mapping[str, torch.Tensor]) 
     translation = Translation(job.spec, job.model_config)
     tensors = translation.hf_tensors(getattr(torch, job.config.training.dtype))
     files = documents(translation.config, tensors[0].dtype, None)
-    export(folder, tensors, files, lambda name: weights[name].detach())
+    write_folder(folder, tensors, files, lambda name: weights[name].detach())

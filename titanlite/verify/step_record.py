@@ -23,7 +23,7 @@ from titanlite.config.pipeline_order import parse
 from titanlite.config.stages import SINGLE
 from titanlite.parallel.build import shared_names
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.fsdp_schedule import Schedule, schedule
+from titanlite.parallel.fsdp_schedule import PrefetchSchedule, schedule
 from titanlite.parallel.pipeline_parallel import Pipeline, orders
 from titanlite.planner.torch_private import replaced
 from titanlite.registry import expert_paths
@@ -33,7 +33,7 @@ Send = tuple[int, tuple[int, ...], torch.dtype]
 """The receiver's rank, a shape and a type."""
 
 
-class StepRecord:
+class StepRecorder:
     """Records a step of a job on a rank of its pipeline.
 
     Not the first step: FSDP2 learns the names of modules in their first forward pass, before which
@@ -154,7 +154,7 @@ ROOT = frozenset(("the root",))
 def recorded(gathered: list[Group], reduced: list[Group]) -> Iterator[None]:
     """Append the modules of each all-gather and each reduction, in the order they are issued."""
     with warnings.catch_warnings():
-        # torch 2.11 warns about longer profiles.
+        # Until torch 2.14 is the minimum: 2.11 warns about longer profiles.
         warnings.filterwarnings("ignore", message=".*clears events")
         trace = profile(activities=[ProfilerActivity.CPU])
         trace.start()
@@ -240,13 +240,13 @@ def declared_reductions(job: Job, part: nn.Module) -> list[Group]:
     return found
 
 
-def _plan(job: Job, part: nn.Module) -> Schedule:
+def _plan(job: Job, part: nn.Module) -> PrefetchSchedule:
     return schedule(
         job, tied=bool(shared_names(part)), modules={name for name, _ in part.named_modules()}
     )
 
 
-def _groups(plan: Schedule) -> list[Group]:
+def _groups(plan: PrefetchSchedule) -> list[Group]:
     groups = [frozenset(group) for group in plan.groups]
     if plan.last_is_root:
         groups[plan.last] = ROOT

@@ -116,6 +116,7 @@ EXTRA = _rows("extra")
 OF_DEVICE = _rows("device")
 
 Choices = Mapping[str, Sequence[str]]
+"""Values to choose from, by column."""
 _Pair = frozenset[tuple[str, str]]
 EXCLUDED: set[_Pair] = {
     frozenset({("layout", layout), ("compile", "aot_eager")})

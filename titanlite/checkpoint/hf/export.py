@@ -16,7 +16,7 @@ import torch
 from titanlite.checkpoint.base import BaseWeights
 from titanlite.checkpoint.commit import run_on_rank_0, staging_folder
 from titanlite.checkpoint.folder import CheckpointFolder
-from titanlite.checkpoint.hf.files import INDEX, index, split, write
+from titanlite.checkpoint.hf.files import INDEX, index, split_into_files, write
 from titanlite.checkpoint.hf.names import HFTensor, Translation, documents
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -60,13 +60,13 @@ def export_step(folder: CheckpointFolder, step: int, tokenizer: Tokenizer | None
         fetch = weights_of(source, manifest, base, getattr(torch, job.config.training.dtype))
         dtype = getattr(torch, folder.settings.export_dtype)
         files = documents(translation.config, dtype, tokenizer)
-        export(target, translation.hf_tensors(dtype), files, merged(fetch, translation))
+        write_folder(target, translation.hf_tensors(dtype), files, merged(fetch, translation))
 
     run_on_rank_0(folder.group, f"the export to {target}", export_it)
     folder.log.info(f"exported step {step} for Hugging Face: {target}")
 
 
-def export(
+def write_folder(
     target: LocalPath,
     tensors: Sequence[HFTensor],
     documents: Mapping[str, bytes],
@@ -74,7 +74,7 @@ def export(
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write a folder of tensors and documents; once complete, it replaces one of the same name."""
-    files = split(tensors, file_bytes)
+    files = split_into_files(tensors, file_bytes)
     with staging_folder(target, None, f"the export to {target}") as staging:
         for name, content in files.items():
             built = dict[str, torch.Tensor]()

@@ -24,7 +24,7 @@ SINGLE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
-def split(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTensor]]:
+def split_into_files(tensors: Sequence[HFTensor], max_bytes: int) -> dict[str, list[HFTensor]]:
     """Return files by name, each of at most `max_bytes` or of a single parameter.
 
     The slices of a parameter stay in one file, so that it is read once.
@@ -64,7 +64,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     store.sync(path)
 
 
-class Reader:
+class SafetensorsReader:
     """Reads the tensors of a folder with an index, or with one file.
 
     `faults` lists missing and unusable parts.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.commit import Content, Writer, alone, to_json
-from titanlite.checkpoint.hf.files import Reader
+from titanlite.checkpoint.hf.files import SafetensorsReader
 from titanlite.checkpoint.hf.names import Translation
 from titanlite.checkpoint.manifest import CONFIG, ENVIRONMENT, STATE, Position, step_folder
 from titanlite.checkpoint.plan import Planner, nested
@@ -34,7 +34,7 @@ class HuggingFaceFolder:
         self, folder: Path, spec: ModelSpec, flavor: Any, exclude: Sequence[str] = ()
     ) -> None:
         self.folder = folder
-        self._reader = Reader(folder)
+        self._reader = SafetensorsReader(folder)
         self.translation = Translation(spec, flavor)
         table = self.translation.table
         check_exclude_patterns(exclude, {f"model.{name}" for name in table})
@@ -118,7 +118,7 @@ def to_checkpoint(
         tensors[f"model.{name}"] = like
     buffers = {f"model.{name}": buffer for name, buffer in source.translation.buffers.items()}
 
-    class Source(Planner):
+    class FolderPlanner(Planner):
         def lookup(self, name: str) -> torch.Tensor:
             if name in buffers:
                 return torch.zeros_like(buffers[name], device="cpu")
@@ -133,5 +133,5 @@ def to_checkpoint(
     content = Content(0, None, lambda _: documents, weights_only=True)
     state = nested(tensors | buffers)
     writer = Writer(root, content)
-    alone(dcp.save, state, storage_writer=writer, planner=Source())
+    alone(dcp.save, state, storage_writer=writer, planner=FolderPlanner())
     return step_folder(root, 0)

@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
         raise UserError(f"names {module}.{name}, which torch never writes there")
 
 
-class Reader(FileSystemReader):
+class DCPReader(FileSystemReader):
     """torch's reader of a folder, with this unpickler."""
 
     def __init__(self, folder: LocalPath) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from titanlite.checkpoint.commit import cause
 from titanlite.checkpoint.places import sizes_of
 from titanlite.checkpoint.read import Regions, Wanted
-from titanlite.checkpoint.torchtitan.metadata import Reader
+from titanlite.checkpoint.torchtitan.metadata import DCPReader
 from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.errors import UserError, first_line, some_of
 from titanlite.parallel.dtensor import box_of, let_go, local_part
@@ -35,11 +35,11 @@ class Stored:
     dtype: str
 
 
-class Folder:
+class DCPFolder:
     """A folder written by torch's DCP."""
 
     def __init__(self, path: LocalPath) -> None:
-        self._reader = Reader(path)
+        self._reader = DCPReader(path)
         entries = self._reader.metadata.state_dict_metadata
         self.tensors = list[Stored]()
         for key, entry in entries.items():
@@ -63,7 +63,7 @@ class Folder:
         return planner.objects
 
 
-class File:
+class TorchSaveFile:
     """A file of torch.save, made from such a folder by dcp_to_torch_save."""
 
     def __init__(self, path: LocalPath) -> None:
@@ -104,7 +104,7 @@ class TorchTitanCheckpoint:
 
     def __init__(self, path: LocalPath, spec: ModelSpec, flavor: Any) -> None:
         self.path = path
-        self._source = File(path) if path.is_file() else Folder(path)
+        self._source = TorchSaveFile(path) if path.is_file() else DCPFolder(path)
         self._names = Names(spec, flavor)
         self.tensors: dict[str, Stored] = {}
         """The weights, and the optimizer's tensors for each weight."""

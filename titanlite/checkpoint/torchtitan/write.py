@@ -13,14 +13,14 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.read import dtype_of
 from titanlite.checkpoint.torchtitan.names import Names
 
-Read = Callable[[str], torch.Tensor]
+ReadTensor = Callable[[str], torch.Tensor]
 """Returns a tensor of a checkpoint, by our name."""
 
 
 class _Late(DefaultSavePlanner):
     """Reads each tensor only when it is written; until then there is a description of it."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: ReadTensor) -> None:
         super().__init__()
         self._read = read
 
@@ -36,7 +36,7 @@ def write(
     manifest: Manifest,
     numbers: Mapping[str, float],
     names: Names,
-    read: Read,
+    read: ReadTensor,
     extras: Mapping[str, Any],
 ) -> None:
     """Write all tensors of a checkpoint and the optimizer's numbers under TorchTitan's names, and

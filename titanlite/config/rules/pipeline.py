@@ -14,7 +14,7 @@ from titanlite.config.stages import (
     SINGLE,
     SPLIT_BACKWARD,
     V_SHAPED,
-    Rows,
+    StageModules,
     Stages,
     ends_weigh,
     fits,
@@ -124,7 +124,7 @@ def _find_modules(
     layout: Layout,
     *,
     number: int | None,
-) -> Rows | None:
+) -> StageModules | None:
     """Return the modules of each stage: those that the keys name, or an even split of the
     layers.
     """
@@ -161,7 +161,7 @@ def _find_modules(
 
 def _named_modules(
     refuse: Refuse, named: list[list[str]], modules: list[str], spec: ModelSpec
-) -> Rows | None:
+) -> StageModules | None:
     given = [*chain(*named)]
     faults = {
         "unknown": [name for name in given if name not in modules],
@@ -188,7 +188,7 @@ def _stages(
     layout: Layout,
     batch: Batch,
     micro_batch: int,
-    modules: Rows,
+    modules: StageModules,
 ) -> Stages:
     """Return the stages; nothing is wrong with them."""
     schedule = ""
@@ -229,7 +229,7 @@ def _halves_of_the_backward_pass_can_run(config: JobConfig, layout: Layout) -> R
     if compiler.enable and "model" in compiler.components:
         why = "a compiled block would run its whole backward pass for each of the halves"
         yield "compile.components", f'{why}; remove "model", or {instead}'
-    # torch 2.14 recomputes a block of llama3 10 times.
+    # Still so in torch 2.14, which recomputes a block of llama3 10 times.
     if config.activation_checkpoint.mode in ("full", "selective"):
         why = "a split backward pass would recompute a block again for each of its parameters"
         yield "activation_checkpoint.mode", f'{why}; use "none", or {instead}'
