@@ -5,7 +5,7 @@ Kernels compute nothing there, so that the host's time is what is left of a step
 processor milliseconds, the least of all steps after the fifth, since the clock of a fake GPU means
 nothing.
 
-    python benchmarks/beside_torchtitan.py [--models 8b6 1b moe] [--ranks 1 2] [--record FILE]
+    python benchmarks/beside_torchtitan.py [--models 8b6 1b moe] [--ranks 1 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--who", nargs="+", choices=WHO, default=[*WHO])
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     library = fake_gpu.build()
     rows = []
@@ -198,8 +198,8 @@ def main() -> None:
                 rows.append({"model": f"{name} {kind}", "ranks": ranks, "who": who, **found})
                 print(json.dumps(rows[-1]), flush=True)
     print(format_table([[str(each) for each in row.values()] for row in rows], [*rows[0]]))
-    if options.record:
-        keep(options.record, {"rows": rows})
+    if options.json:
+        keep(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Compare the cost of a save with torch's own: the same state, in one run, as ratios.
 
-    python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640]
+    python benchmarks/checkpoint.py [--rounds 7] [--ranks 1] [--dim 640] [--json FILE]
     python benchmarks/checkpoint.py --root s3://bucket/empty     in the store of the environment
-    python benchmarks/checkpoint.py --root s3://bucket/empty --beside
     python benchmarks/checkpoint.py --before FOLDER              against another checkout
 
 Rounds alternate between a copy of the state in memory, an async save, a sync save, and a bare
 `torch.distributed.checkpoint.save` of the same tensors, fsynced as ours is, but without checksums,
 manifest and commit. With --root the bare one is obstore's own put of the same bytes in the same
-parts, and a load is compared with its get of them. Ratios are taken within a round, since a shared
-machine drifts, and their medians are printed. Blocked is how long training waits. With --beside,
-steps of a small model while a thread uploads a file of 512 MiB, as `cp` does or by obstore
-alone, against steps without, in turn. With --before, rounds of this checkout and of another one
-alternate."""
+parts, and a load is compared with its get of them. Blocked is how long training waits. With
+--before, rounds of this checkout and of another one alternate."""
 
 from __future__ import annotations
 
@@ -25,20 +21,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 TREE = "TITANLITE_TREE"
-"""Variable with the checkout to measure, by default this one."""
+"""Variable with the checkout that --before measures; its seconds are printed as JSON."""
 TURNS = "TITANLITE_TURNS"
 """Variable with the file that the checkout locks during its turn."""
 sys.path.insert(0, os.environ.get(TREE) or str(Path(__file__).parents[1]))
@@ -48,7 +42,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-from benchmarks.usual import timed_step  # noqa: E402
 from tests.jobs import TINY, trainer  # noqa: E402
 from titanlite.checkpoint import load  # noqa: E402
 from titanlite.checkpoint.manifest import Position  # noqa: E402
@@ -70,47 +63,49 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dim", type=int, default=640)
     parser.add_argument("--root", default="", help="URL of an empty place for the checkpoints")
-    parser.add_argument("--beside", action="store_true", help="a step beside an upload to --root")
     parser.add_argument("--before", default="", help="another checkout")
-    parser.add_argument("--json", action="store_true", help="print what was measured")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.before:
         against(arguments)
-        return
-    if arguments.beside:
-        steps_beside_an_upload(arguments.rounds, arguments.root)
         return
     pool = Pool(arguments.ranks, preload=["titanlite.train.trainer"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         given = arguments.rounds, arguments.dim, folder, arguments.root
         size, seconds = pool.run(measured, *given, timeout=1800)[0]
     pool.close()
-    if arguments.json:
+    if TREE in os.environ:
         print(json.dumps(seconds))
         return
-    print(
-        f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds, medians"
-    )
+    print(f"{size / 1e6:.0f} MB a rank, {arguments.ranks} ranks, {arguments.rounds} rounds")
+    show(seconds, arguments)
+
+
+def show(seconds: dict[str, list[float]], arguments: argparse.Namespace) -> None:
+    """Print, and keep, the ratios to a copy of the state and to the bare save or load."""
+    from benchmarks.harness import keep, ratio  # another checkout may have none
+
+    found: dict[str, Any] = {BYTES: seconds.pop(BYTES)[0]}
+    print(f"  {BYTES}: {found[BYTES]:,.0f}")
     for what, taken in seconds.items():
-        if what == BYTES:
-            print(f"  {what}: {taken[0]:,.0f}")
-            continue
-        copy, bare = (
-            statistics.median(
-                one / base for one, base in zip(taken, seconds[baseline], strict=True)
-            )
-            for baseline in (COPY, GET if arguments.root and what in (LOAD, GET) else BARE)
-        )
-        spread = f"{statistics.median(taken):.3f} s ({min(taken):.3f} to {max(taken):.3f})"
-        print(f"  {what:<36} {copy:6.2f} of the copy   {bare:5.2f} of bare   {spread}")
+        bare = BARE
+        if arguments.root and what in (LOAD, GET):
+            bare = GET
+        of_copy = ratio(taken, seconds[COPY])
+        of_bare = ratio(taken, seconds[bare])
+        median = statistics.median(taken)
+        print(f"  {what:<36} {of_copy} of the copy   {of_bare} of bare   {median:.3f} s")
+        found[what] = {"of_copy": asdict(of_copy), "of_bare": asdict(of_bare), "seconds": median}
+    if arguments.json:
+        keep(arguments.json, found)
 
 
 def against(arguments: argparse.Namespace) -> None:
-    """Print the measurements of this checkout, and their ratios to another checkout's, in
-    alternating rounds.
-    """
+    """Print what is measured here, and its ratios to another checkout's, in alternating rounds."""
+    from benchmarks.harness import keep, ratio
+
     given = [f"--{name}={getattr(arguments, name)}" for name in ("ranks", "dim", "rounds")]
-    command = [sys.executable, __file__, "--json", *given]
+    command = [sys.executable, __file__, *given]
     with tempfile.NamedTemporaryFile() as turns:
         running = [
             subprocess.Popen(
@@ -122,10 +117,14 @@ def against(arguments: argparse.Namespace) -> None:
             for tree in (str(Path(__file__).parents[1]), arguments.before)
         ]
         here, before = (json.loads(each.communicate()[0].splitlines()[-1]) for each in running)
+    found = {}
     for what, taken in here.items():
-        ratio = statistics.median(a / b for a, b in zip(taken, before[what], strict=True))
+        of_before = ratio(taken, before[what])
         medians = f"{statistics.median(taken):,.3f} and {statistics.median(before[what]):,.3f}"
-        print(f"  {what:<36} {ratio:5.2f} of before   {medians}")
+        print(f"  {what:<36} {of_before} of before   {medians}")
+        found[what] = asdict(of_before)
+    if arguments.json:
+        keep(arguments.json, {"of_before": found})
 
 
 @contextmanager
@@ -138,34 +137,6 @@ def _turn() -> Iterator[None]:
         yield
         dist.barrier()
     time.sleep(0.2 if TURNS in os.environ else 0)
-
-
-def steps_beside_an_upload(rounds: int, root: str) -> None:
-    """Print the seconds of uploads, and the ratios of steps in a round."""
-    from titanlite.runtime.bucket import copy_file
-    from titanlite.runtime.store import LocalPath
-
-    step = timed_step()
-    ways: dict[str, Callable[[Any, Any], object]] = {"copy": copy_file, "put": _put}
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file = LocalPath(folder, "rank-0.safetensors")
-        file.write_bytes(os.urandom(512 << 20))
-        step()
-        seconds: dict[str, list[float]] = defaultdict(list)
-        for number, (way, upload) in product(range(rounds), ways.items()):
-            without = [step() for _ in range(8)]
-            target = place(root) / f"{way}-{number}"
-            thread = threading.Thread(target=upload, args=(file, target))
-            began = time.perf_counter()
-            thread.start()
-            beside = [step()]
-            while thread.is_alive():
-                beside.append(step())
-            seconds[f"{way}: upload, s"].append(time.perf_counter() - began)
-            ratio = statistics.median(beside) / statistics.median(without)
-            seconds[f"{way}: step beside it, of one without"].append(ratio)
-    for what, taken in seconds.items():
-        print(f"{what:<40} {statistics.median(taken):.2f} ({min(taken):.2f} to {max(taken):.2f})")
 
 
 def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[str, list[float]]]:

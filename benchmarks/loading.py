@@ -1,13 +1,11 @@
 """Compare the loader's speed on memory-mapped shards with a plain numpy gather of the same windows.
 
     python benchmarks/loading.py [--rounds 7] [--seq 2048] [--json FILE]
-    python benchmarks/loading.py --shards FOLDER --root s3://bucket/copy     the same shards by URL
 
 Each round times the plain gather (one copy of each window, in the same order, in this thread), then
 the trainer's loader: in this thread, and with 0, 1 and 2 workers prefetched by another thread, as
 in training. Nothing else runs meanwhile, so the time to hand over a batch counts fully. Prints
-ratios of medians; the start of workers is excluded. With --root, the loader in this thread reads
-the same shards, which `titanlite data prepare` made, in a folder and by range."""
+ratios of medians; the start of workers is excluded."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ from titanlite.data.loader import BatchPrefetcher, build_loader  # noqa: E402
 from titanlite.data.packing import Concatenated  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402
 from titanlite.data.shuffle import RankSlice, SampleOrder  # noqa: E402
-from titanlite.data.sources import open_shards  # noqa: E402
 from titanlite.data.windows import Windows  # noqa: E402
 
 VOCAB, TOKENS, BATCH = 50257, 1 << 25, 8
@@ -50,12 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--shards", default="", help="folder of prepared shards")
-    parser.add_argument("--root", default="", help="URL of the same shards")
     arguments = parser.parse_args()
-    if arguments.root:
-        _compare_with_a_store(arguments)
-        return
     gathered, loaded = list[float](), {case: list[float]() for case in WORKERS}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         tokens = np.random.default_rng(0).integers(VOCAB, size=TOKENS, dtype=np.uint16)
@@ -82,23 +74,6 @@ def main() -> None:
         results[case] = {"of_bare_gather": speed.middle, "low": speed.low, "high": speed.high}
     if arguments.json:
         keep(arguments.json, results)
-
-
-def _compare_with_a_store(arguments: argparse.Namespace) -> None:
-    """Print the time of the same windows read by range, relative to those from a folder."""
-    seq = arguments.seq
-    ways = {"in a folder": arguments.shards, "by range": arguments.root}
-    loaded = {way: list[float]() for way in ways}
-    for _ in range(arguments.rounds + 1):
-        for way, path in ways.items():
-            source = open_shards("bench", path, 1 << 16)
-            data = Windows([Concatenated(source, seq, False, "bench")], seq, 0, repeat=True)
-            seconds = _time_loader(data, 0, prefetch=False)
-            loaded[way].append(seconds)
-    for way, (_, *each) in loaded.items():
-        per_window = 1e3 * np.median(each) / MEASURED / BATCH
-        slower = ratio(each, loaded["in a folder"][1:])
-        print(f"{way:<12} {per_window:.3f} ms a window of {seq}, {slower} of that in a folder")
 
 
 def _time_gather(path: Path, seq: int) -> float:

@@ -1,11 +1,11 @@
 """Measure an optimizer's step with its state on a disk, and the memory that the state still takes.
 
-    python benchmarks/nvme.py FOLDER [--gb 1] [--steps 5]
+    python benchmarks/nvme.py FOLDER [--gb 1] [--steps 5] [--json FILE]
 
 Prints seconds of AdamW's step with its state in memory and in FOLDER (optimizer.state_folder),
 those that dd needs with O_DIRECT to read and write as many bytes, one after the other and at once,
-and how far the process grows beyond parameters and gradients, in percent of the state. Rounds
-alternate: the median of each, and of the ratios within rounds."""
+and how far the process grows beyond parameters and gradients, in percent of the state. Steps on the
+disk alternate with dd."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks.harness import keep, ratio  # noqa: E402
 from titanlite.config.schema import config_of  # noqa: E402
 from titanlite.optim.streamed import Streamed  # noqa: E402
 
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--gb", type=float, default=1.0, help="of state")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     number = max(1, round(options.gb * 1e9 / 8 / NUMEL))
     parameters = [nn.Parameter(torch.randn(NUMEL)) for _ in range(number)]
@@ -121,9 +124,13 @@ def main() -> None:
     print(f"{size / 1e9:.2f} GB of state in {options.folder}, torch {torch.__version__}")
     for name, times in seconds.items():
         print(f"{name:<12} {median(times):7.3f} s  ({min(times):.3f} to {max(times):.3f})")
-    ratios = [own / one for own, one in zip(seconds["disk"], seconds["dd, in turn"], strict=True)]
-    print(f"disk / dd in turn {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    print(f"in memory at most {100 * peak.growth / size:.1f} % of the state")
+    of_dd = ratio(seconds["disk"], seconds["dd, in turn"])
+    share = peak.growth / size
+    print(f"disk / dd in turn {of_dd}")
+    print(f"in memory at most {100 * share:.1f} % of the state")
+    if options.json:
+        found = {"gb": size / 1e9, "seconds": seconds, "disk_of_dd": asdict(of_dd)}
+        keep(options.json, found | {"share_in_memory": share})
 
 
 if __name__ == "__main__":

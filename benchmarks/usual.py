@@ -7,11 +7,8 @@ modules use complex rotary positions, F.scaled_dot_product_attention, nn.RMSNorm
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-
-from titanlite.models import llama3  # noqa: E402
 
 SEQ, BATCH = 256, 4
 SIZES = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 1024}
@@ -114,22 +109,3 @@ class Usual(nn.Module):
 def build(name: str) -> Any:
     """Return a function that builds this model from a flavor and a number of positions."""
     return lambda flavor, positions: Usual(flavor, positions, head_norms=name == "qwen3")
-
-
-def timed_step() -> Callable[[], float]:
-    """Return a function that takes a step of a small Llama, in one thread, and returns its
-    seconds.
-    """
-    torch.set_num_threads(1)
-    model = build("llama3")(dataclasses.replace(llama3.FLAVORS["debugmodel"], **SIZES), SEQ)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (BATCH, SEQ))
-
-    def step() -> float:
-        began = time.perf_counter()
-        model(tokens).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - began
-
-    return step
