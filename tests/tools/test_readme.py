@@ -143,7 +143,9 @@ ELSEWHERE = {
     'hf download REPO --include "tokenizer*" --local-dir DIR': (
         "needs a network, and is a command of huggingface_hub"
     ),
-    "sbatch scripts/slurm/train.slurm --config llama_70b.toml": "tests/multinode/test_slurm.py",
+    "sbatch --nodes 32 scripts/slurm/train.slurm --config llama_70b.toml": (
+        "tests/multinode/test_slurm.py"
+    ),
     "sbatch scripts/slurm/train.slurm --config mine.toml": "tests/multinode/test_slurm.py",
     "source .venv/bin/activate": "tests/launch/test_environment.py",
     "srun python -m titanlite.train …": "tests/launch/test_launch.py::test_srun_can_start_workers",
