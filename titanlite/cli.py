@@ -15,7 +15,14 @@ import textwrap
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from titanlite.errors import PAGE, UserError, columns, format_table, nearest, replace_unprintable
+from titanlite.errors import (
+    HELP_COLUMNS,
+    UserError,
+    columns,
+    format_table,
+    nearest,
+    replace_unprintable,
+)
 from titanlite.version import __version__
 
 COMMANDS = {
@@ -88,7 +95,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["help"] and argv[1:]:
             argv = [*argv[1:], "--help"]
         if not argv or argv[0] in ("--help", "-h", "help"):
-            print(wrap(OVERVIEW, columns(PAGE)), end="")
+            print(wrap(OVERVIEW, columns(HELP_COLUMNS)), end="")
         elif argv[0] in ("--version", "version"):
             print(f"titanlite {__version__}")
         else:
@@ -132,7 +139,7 @@ class _Page(argparse.RawDescriptionHelpFormatter):
     """Help whose paragraphs are as wide as the terminal, like the rest of argparse's help."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=columns(PAGE))
+        super().__init__(prog, width=columns(HELP_COLUMNS))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return wrap(text, width)

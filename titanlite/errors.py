@@ -22,7 +22,7 @@ INTERRUPTED = 130
 """Exit codes: done; failed; the config or the machine can't; stopped on request, with its last step
 saved or with some steps lost; the budget of restarts or skips is used up; Ctrl-C."""
 
-PAGE = 110
+HELP_COLUMNS = 110
 """Columns of help that is not printed to a terminal."""
 
 

@@ -103,7 +103,7 @@ def rewrite(folder: LocalPath, tensors: dict[str, torch.Tensor]) -> None:
     """Put other tensors into a folder, in a single file."""
     for path in (*folder.glob("*.safetensors"), folder / files.INDEX):
         path.unlink()
-    save_file(tensors, folder / files.SINGLE)
+    save_file(tensors, folder / files.ONE_FILE)
 
 
 def from_transformers(folder: LocalPath) -> Any:
@@ -319,7 +319,7 @@ DAMAGED = [
     (lambda hf, last: os.truncate(last, last.stat().st_size - 10), ["safetensors: "]),
     (lambda hf, last: place(hf, last.name), ["model.norm.weight", "not in", "of-"]),
     (lambda hf, last: place(hf, "../x.safetensors"), [files.INDEX, "../x.safetensors"]),
-    (lambda hf, last: (hf / files.INDEX).unlink(), [files.INDEX, files.SINGLE]),
+    (lambda hf, last: (hf / files.INDEX).unlink(), [files.INDEX, files.ONE_FILE]),
     (lambda hf, last: (hf / "config.json").unlink(), ["config.json"]),
     (lambda hf, last: edit(hf / "config.json", num_attention_heads=8), ["_heads 8", "has 4"]),
     (lambda hf, last: put(last, HEAD, torch.ones(99, 32).to(torch.int8)), [HEAD, "I8", "BF16"]),

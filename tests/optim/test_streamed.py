@@ -34,6 +34,8 @@ from titanlite.errors import RunFailed
 from titanlite.launch import preflight
 from titanlite.launch.preflight import check_machine
 from titanlite.optim import state_store, streamed
+from titanlite.parallel.parallelize import parallelize
+from titanlite.planner import rehearse
 
 KEY = "optimizer.state_folder"
 OFFLOAD = "--training.enable_cpu_offload"
@@ -346,8 +348,16 @@ def test_state_for_which_the_host_has_no_room_is_refused_before_the_start(tmp_pa
     argv = [*TINY, HOST, "--model.overrides.vocab_size=100000", f"--job.dump_folder={tmp_path}"]
     room = 2 * preflight._PYTHON_AND_TORCH + (20 << 20)
     monkeypatch.setattr("titanlite.observe.memory.machine_bytes", lambda: room)
+    built = []
+
+    def build(*arguments: Any) -> Any:
+        built.append(arguments)
+        return parallelize(*arguments)
+
+    monkeypatch.setattr(rehearse, "parallelize", build)
     with refused('optimizer.state_on = "host"', "24", "20.0 MiB"):
         check_machine(job(argv, 2), "cpu", 2)
+    assert len(built) == 1, "the checks of memory and of state share a model"
 
 
 def test_a_folder_that_is_no_disk_is_refused(tmp_path):

@@ -19,21 +19,28 @@ from titanlite.runtime.store import LocalPath
 
 
 def checkpoint_root(config: JobConfig) -> Place:
-    """Return where a run saves; in a bucket, with the config's bounds of an upload."""
+    """Return where a run saves, with the config's bounds of an upload."""
     given = config.checkpoint
-    if not is_url(given.folder):
-        return LocalPath(config.job.dump_folder, given.folder)
     # Before the other ranks give up: the error names the object.
     limit = 0.9 * config.comm.checkpoint_timeout_seconds
     bounds = given.upload_parallel, given.part_mib << 20, given.stall_timeout_seconds
-    return place(given.folder, uploads=Uploads(*bounds, limit))
+    return place(root_name(config), uploads=Uploads(*bounds, limit))
+
+
+def root_name(config: JobConfig) -> str:
+    """Return the same as a path or URL, without opening a bucket."""
+    return _inside(LocalPath(config.job.dump_folder), config.checkpoint.folder)
+
+
+def _inside(dump_folder: Place, folder: str) -> str:
+    return folder if is_url(folder) else f"{dump_folder / folder}"
 
 
 def saved_root(dump_folder: Place) -> str:
     """Return where the run in a dump folder saves its checkpoints, by its config."""
     try:
         folder = tomllib.loads((dump_folder / CONFIG).read_bytes().decode())["checkpoint"]["folder"]
-        return folder if is_url(folder) else f"{dump_folder / folder}"
+        return _inside(dump_folder, folder)
     except (OSError, ValueError, LookupError, TypeError):  # no config, or not that of a run
         return f"{dump_folder}/checkpoint"
 

@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import (
     named_latest,
     step_folder,
 )
-from titanlite.checkpoint.root import checkpoint_root
+from titanlite.checkpoint.root import checkpoint_root, root_name
 from titanlite.config.schema import JobConfig
 from titanlite.config.urls import is_url
 from titanlite.errors import command_line
@@ -101,9 +101,7 @@ def last_named(config: JobConfig) -> int | None:
 
 def name_of(config: JobConfig, step: int | None = None) -> str:
     """Return the place of the checkpoints, or of one of them."""
-    root = config.checkpoint.folder
-    if not in_bucket(config):
-        root = str(checkpoint_root(config))
+    root = root_name(config)
     return root if step is None else f"{root}/step-{step}"
 
 

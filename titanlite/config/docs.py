@@ -8,7 +8,7 @@ from titanlite.config.schema import KEYS, NEEDS, SECTIONS, JobConfig
 from titanlite.config.section import MOST
 from titanlite.config.toml import toml_value
 from titanlite.config.torchtitan import DIFFERENT, FOREIGN, NEW
-from titanlite.errors import PAGE, columns
+from titanlite.errors import HELP_COLUMNS, columns
 
 _INTRODUCTION = """# Config keys
 
@@ -44,11 +44,11 @@ def help_text(search: str = "") -> str:
             continue
         head = f"[{name}]  {_one_line(cls.__doc__)}"
         indent = " " * 6
-        lines += textwrap.wrap(head, columns(PAGE), subsequent_indent=indent)
+        lines += textwrap.wrap(head, columns(HELP_COLUMNS), subsequent_indent=indent)
         for key, default, _, meaning in rows:
             lines.append(f"  --{name}.{key} = {default}")
             lines += textwrap.wrap(
-                meaning, columns(PAGE), initial_indent=indent, subsequent_indent=indent
+                meaning, columns(HELP_COLUMNS), initial_indent=indent, subsequent_indent=indent
             )
         lines.append("")
     return "\n".join(lines)

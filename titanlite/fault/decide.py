@@ -22,7 +22,7 @@ SILENCE_SECONDS = 15.0
 """A node is lost if its launcher has shown no sign of life for this long."""
 TAKEOVER_SECONDS = 3.0
 """Another launcher may replace one that has shown no sign of life for this long."""
-GATHER_SECONDS = 5.0
+VERDICT_SECONDS = 5.0
 """Time from the first failure to the verdict: another node may have failed earlier."""
 DAY_SECONDS = 86400
 MOST_A_DAY = 24
@@ -235,7 +235,7 @@ class Decider:
         if fails and self._failed_at is None:
             self._failed_at = now
             self.decision = replace(self.decision, failed=True)
-        late = self._failed_at is not None and now > self._failed_at + GATHER_SECONDS
+        late = self._failed_at is not None and now > self._failed_at + VERDICT_SECONDS
         if accounted != {*members} and not late:
             return
         failures = [each.failure for each in ended.values() if each.failure]

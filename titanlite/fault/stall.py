@@ -22,7 +22,7 @@ SILENT_BEATS = 4
 """Intervals without a beat after which a rank is suspect: its process is gone, or a thread holds
 the GIL.
 """
-GATHER_SECONDS = 8
+REPORT_SECONDS = 8
 """Time from a hang to its report, even if a node has not inspected its ranks by then."""
 MOST_STACKS = 4
 MOST_FRAMES = 16
@@ -160,7 +160,7 @@ class Hangs:
             for status in members.values():
                 beats.update(status.beats)
             self._hang = self._judge.look(beats, now)
-            self._until = now + GATHER_SECONDS
+            self._until = now + REPORT_SECONDS
             return
         found = [status.found for status in members.values()]
         if self.report or (None in found and now < self._until):

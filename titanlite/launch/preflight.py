@@ -8,6 +8,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +81,7 @@ def check_machine(
             check(replicated.kept_whole, job, table)
             if job.config.quantize.linear.float8.enable:
                 check(float8.plan, model, job, table)
-            parts = check(_stages_alone, job, model)
-            if parts:
-                check(_check_memory, job, parts, table, rank_bytes(job, device, processes))
-            if place_of_state(job.config) != "device":
-                check(_check_state, job, processes)
+            _check_sizes(check, job, device, processes, model, table)
     _raise_any(job, problems, faults)
     return prepared
 
@@ -298,21 +295,48 @@ def _stages_alone(job: Job, model: nn.Module) -> list[list[nn.Module]]:
     return [[parts[stage] for stage in stages] for stages in job.stages.ranks]
 
 
+def _check_sizes(
+    check: RunCheck,
+    job: Job,
+    device: str,
+    processes: int,
+    model: nn.Module,
+    table: ParameterTable,
+) -> None:
+    """Check that stages run alone, and that the model and the optimizer's state have room."""
+
+    @cache
+    def static_of_first() -> dict[str, int]:  # builds its part of the model: once for both checks
+        from titanlite.planner.rehearse import static_bytes
+
+        return static_bytes(job)
+
+    parts = check(_stages_alone, job, model)
+    if parts:
+        available = rank_bytes(job, device, processes)
+        check(_check_memory, job, parts, table, static_of_first, available)
+    if place_of_state(job.config) != "device":
+        check(_check_state, job, static_of_first, processes)
+
+
 def _check_memory(
-    job: Job, parts: list[list[nn.Module]], table: ParameterTable, available: int | None
+    job: Job,
+    parts: list[list[nn.Module]],
+    table: ParameterTable,
+    find_static: Callable[[], dict[str, int]],
+    available: int | None,
 ) -> None:
     """Raise if a rank's share of parameters, gradients and optimizer state exceeds its memory in
     bytes, if that is known.
     """
     from titanlite.parallel.build import build_meta_model
-    from titanlite.planner.rehearse import static_bytes
 
     element_size = next(parts[0][0].parameters()).element_size()
     sizes = [_state_size(job, of_rank, table, element_size) for of_rank in parts]
     total = sum(sizes)
     if available is None or total <= available:
         return
-    static = static_bytes(job)
+    static = find_static()
     first = static["parameters"] + static["gradients"]
     if place_of_state(job.config) == "device":
         first += static["optimizer"]
@@ -341,13 +365,12 @@ def _check_memory(
     )
 
 
-def _check_state(job: Job, processes: int) -> None:
+def _check_state(job: Job, find_static: Callable[[], dict[str, int]], processes: int) -> None:
     """Raise unless the host or the disk has room for this node's optimizer state."""
     from titanlite.observe.memory import machine_bytes
     from titanlite.optim.state_store import reserve
-    from titanlite.planner.rehearse import static_bytes
 
-    size = processes * static_bytes(job)["optimizer"]
+    size = processes * find_static()["optimizer"]
     if place_of_state(job.config) == "disk":
         reserve(job.config.optimizer.state_folder, size).close()
         return

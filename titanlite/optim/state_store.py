@@ -15,7 +15,7 @@ import torch
 from titanlite.errors import RunFailed, UserError, format_bytes, print_notice
 from titanlite.runtime.host_memory import lock_pages
 
-PAGE = 4096
+ALIGNMENT = 4096
 """A row, and each parameter in it, begins at a multiple of this many elements, since direct I/O
 needs whole pages.
 """

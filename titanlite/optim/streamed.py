@@ -24,11 +24,11 @@ from torch import nn
 
 from titanlite.config.optimizer_state import is_wider, place_of_state, state_dtype
 from titanlite.config.schema import JobConfig
-from titanlite.optim.state_store import PAGE, OnDevice, OnDisk, OnHost
+from titanlite.optim.state_store import ALIGNMENT, OnDevice, OnDisk, OnHost
 from titanlite.optim.update import update
 from titanlite.parallel.dtensor import local_part, with_shard
 
-_NUMEL = PAGE << 8
+_NUMEL = ALIGNMENT << 8
 """The most elements of a piece; larger ones are not faster on a disk."""
 _SLOTS = 3
 
@@ -83,7 +83,7 @@ class Streamed(torch.optim.Optimizer):
         self._done: Any = None
 
     def _build_store(self, config: JobConfig) -> OnDevice:
-        numel = PAGE  # a pipeline stage may have nothing to train
+        numel = ALIGNMENT  # a pipeline stage may have nothing to train
         if self._pieces:
             numel = self._pieces[-1].elements.stop
         given = len(self._keys), numel, self._dtype, self._device
@@ -228,5 +228,5 @@ def _cut(groups: Sequence[dict[str, Any]]) -> Iterator[_Piece]:
 
 
 def _whole(numel: int) -> int:
-    """Return a number of elements rounded up to whole pages."""
-    return -(-numel // PAGE) * PAGE
+    """Return a number of elements rounded up to a multiple of ALIGNMENT."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT

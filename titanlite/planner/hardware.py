@@ -18,7 +18,7 @@ _EXACT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_EXACT)
-class GPU:
+class GPUHardware:
     words: str
     """Words of the GPU's name in torch."""
     memory_gib: PositiveFloat
@@ -68,7 +68,7 @@ class Reserve:
 @dataclass(frozen=True)
 class Hardware:
     name: str
-    gpu: GPU
+    gpu: GPUHardware
     node: NodeHardware
     nic: PositiveFloat
     """GB/s of a NIC."""
@@ -145,7 +145,7 @@ def load_hardware(gpu: str, files: Sequence[Path] = ()) -> Hardware:
     override it.
     """
     table = hardware_table(files)
-    found = _entry(GPU, table, "gpu", gpu, "--gpu")
+    found = _entry(GPUHardware, table, "gpu", gpu, "--gpu")
     node = _entry(NodeHardware, table, "node", found.node, f"gpu.{gpu}.node")
     nic = _entry(PositiveFloat, table, "network", node.network, f"node.{found.node}.network")
     reserve = _entry(Reserve, {"table": table}, "table", "reserve")

@@ -20,7 +20,7 @@ from titanlite.registry import Box
 from titanlite.runtime import store
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+ONE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")
 
 
@@ -98,12 +98,12 @@ class SafetensorsReader:
         """Return the files, and the tensors of each according to the index."""
         path = self.folder / INDEX
         if not path.exists():
-            if not (self.folder / SINGLE).exists():
+            if not (self.folder / ONE_FILE).exists():
                 raise UserError(
                     f"{self.folder} is not a Hugging Face model folder: "
-                    f"it has no {INDEX} or {SINGLE}"
+                    f"it has no {INDEX} or {ONE_FILE}"
                 )
-            return {SINGLE: set()}
+            return {ONE_FILE: set()}
         files: dict[str, set[str]] = {}
         try:
             for name, file in json.loads(path.read_bytes())["weight_map"].items():

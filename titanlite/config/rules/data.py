@@ -82,9 +82,11 @@ def _path_fault(name: str, path: str) -> str:
         return f'the data set "{name}" needs a folder or file in dataset_path'
     if name.startswith("python-stdlib") and path:
         return f'the data set "{name}" has no path; remove dataset_path = "{path}"'
-    if is_url(path) and name != "tokens":
+    if not is_url(path):
+        return ""
+    if name != "tokens":
         return COPY_FIRST
-    if is_url(path) and not split_url(path):
+    if not split_url(path):
         return f"legal: a folder here, or {LEGAL_URLS}"
     return ""
 
