@@ -117,7 +117,7 @@ ours.finalize(f"{folder}/text.idx")
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_megatrons_own_builder_writes_is_read(tmp_path):
     """Whole documents, one made item by item, an empty one, and another file's after them.
 

@@ -60,7 +60,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     assert code == 0 and out.count("\n") == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the_same_bits(
     url, here, undisturbed, tmp_path
 ):
