@@ -48,6 +48,7 @@ NAME = "titanlite's lanes"
 COLLECTION = "imports and collection"
 DEAREST = 10
 SLOW_FILES = {"test_tutorials", "test_first_light", "test_slurm", "test_restart", "test_container"}
+SLOW_FILES |= {"test_torchtitan_runs"}
 """Of few tests. They come first: the last file of a run keeps one of its processes busy alone."""
 
 

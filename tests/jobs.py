@@ -126,15 +126,21 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found - expected).norm().item() / (scale or 1.0)
 
 
+def keeping_log() -> tuple[logging.Logger, list[str]]:
+    """Return a logger, and the list that its lines go to."""
+    lines: list[str] = []
+    log = logging.Logger("kept")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    return log, lines
+
+
 def run_to_end(argv: list[str], folder: str) -> dict[str, Any]:
     """Train; return this rank's weights, its log with the lines of the start, and the step
     reached.
     """
-    lines: list[str] = []
-    log = logging.Logger("captured")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
+    log, lines = keeping_log()
     run = trainer(argv, folder, log)
     start = describe_start(run)
     run.train()

@@ -23,7 +23,8 @@ def test_a_table_has_aligned_columns_and_no_trailing_spaces():
 def test_messages_abbreviate_and_suggest():
     assert some_of([str(i) for i in range(10)], most=2) == "\n  0\n  1\n  and 8 more"
     assert nearest("perpare", ["prepare", "show"]) == "prepare" and nearest("x", ["prepare"]) == ""
-    assert [format_bytes(size) for size in (5, 1536, 3 << 30)] == ["5 B", "1.5 KiB", "3.0 GiB"]
+    sizes = [format_bytes(size) for size in (5, 1536, 3 << 30, 5 << 42)]
+    assert sizes == ["5 B", "1.5 KiB", "3.0 GiB", "20.0 TiB"]
 
 
 def test_a_message_with_an_install_command_leaves_inductor_working():

@@ -1,7 +1,6 @@
 """Small runs that save and resume, on the pool's ranks."""
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from multiprocessing import active_children, current_process
 from typing import Any
@@ -10,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.jobs import TINY, full, trainer, weights
+from tests.jobs import TINY, full, keeping_log, trainer, weights
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.checkpoint.plan import Planner, nested
 from titanlite.errors import UserError
 from titanlite.runtime.store import LocalPath
@@ -43,16 +43,6 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     for rank in ranks:
         assert {name: state.setdefault(name, value) for name, value in rank.items()} == rank
     return state
-
-
-def keeping_log() -> tuple[logging.Logger, list[str]]:
-    """Return a logger, and the list that its lines go to."""
-    lines: list[str] = []
-    log = logging.Logger("kept")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    return log, lines
 
 
 def start(argv: list[str], folder: str) -> dict[str, Any]:
@@ -112,6 +102,12 @@ def rank() -> int:
 
 def steps_in(folder: LocalPath) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir() if path.is_dir())
+
+
+def empty_step(folder: LocalPath, step: int) -> None:
+    """Make a folder a complete step without tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(Manifest(step, False, {}, {}).render())
 
 
 def commit_tensors(

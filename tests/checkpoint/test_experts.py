@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.layouts import save_and_load_everywhere
 from tests.checkpoint.saved import SAVING
-from tests.jobs import MOE, TINY, full, job, trainer
-from tests.messages import refused, says
+from tests.jobs import MOE, TINY, full, trainer
+from tests.messages import says
 from titanlite.checkpoint.load import load_tensors
 from titanlite.cli import main
-from titanlite.config.load import ConfigError
 
 BIAS = '--model.overrides.balance="bias"'
 _SAVING = SAVING[len(TINY) :]  # of another model
@@ -66,9 +65,3 @@ def test_biases_stay_out_of_hugging_face_and_start_at_zero(train, pool, tmp_path
         begun = pool.run(start, argv, str(tmp_path / "start"), world=1)[0]
         assert all(torch.equal(begun[name], weight) for name, weight in weights.items())
         assert not any(begun[BIAS_OF.format(layer)].any() for layer in range(2))
-
-
-def test_an_export_at_the_end_of_a_run_with_biases_is_refused_before_it_starts():
-    argv = [*MOE, BIAS, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    with refused("checkpoint.last_save_in_hf", 'balance = "bias"', kind=ConfigError):
-        job(argv, world=1)

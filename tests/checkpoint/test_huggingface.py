@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.saved import start
 from tests.data.assets import make_assets
-from tests.jobs import PARROT, QUIET, TINY, job, run_to_end
+from tests.jobs import MOE, PARROT, QUIET, TINY, job, run_to_end
 from tests.lanes import sample
 from tests.messages import refused, says
+from tests.parallel.rows import EVEN, GPT2
 from titanlite import cli
 from titanlite.checkpoint.hf import export as export_module
 from titanlite.checkpoint.hf import files
@@ -237,14 +238,12 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
     assert max(held) <= max(9999, *sizes) + max(sizes) < sum(sizes) / 2
 
 
-GPT2 = [*QUIET, "--model.name=gpt2"]
-GPT2 += [f"--model.overrides.{field}" for field in "dim=16 n_layers=2 n_heads=2".split()]
 QWEN = [*TINY, "--model.name=qwen3", "--model.flavor=debugmodel_moe"]
 QWEN += ["--model.overrides.n_kv_heads=2"]
 QWEN += [f"--model.overrides.{field}" for field in "head_dim=8 expert_dim=16 experts=4".split()]
 TP2 = ["--parallelism.tensor_parallel_degree=2"]
 MODELS = {  # options, and those of a mesh of 4
-    "llama3": ([*TINY, "--model.overrides.n_kv_heads=2"], TP2),
+    "llama3": (EVEN, TP2),
     "gpt2": (GPT2, TP2),
     "qwen3": (QWEN, [*TP2, "--parallelism.expert_parallel_degree=2"]),
 }
@@ -523,6 +522,7 @@ def test_the_last_weights_are_exported_with_the_tokenizer_of_the_shards(pool, tm
 
 
 IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
+BIASED = [*MOE, "--model.overrides.balance=bias", *IN_HF_TOO[len(TINY) :]]
 
 
 @pytest.mark.parametrize(
@@ -530,6 +530,7 @@ IN_HF = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path=x"]
     [
         ([*PARROT, "--checkpoint.enable", "--checkpoint.last_save_in_hf"], ["parrot", "Hugging"]),
         ([*PARROT, *IN_HF], ["--format safetensors"]),
+        (BIASED, ["checkpoint.last_save_in_hf", 'balance = "bias"']),
         ([*TINY, *IN_HF, "--checkpoint.no_initial_load_model_only"], ["weights only"]),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from tests.checkpoint.layouts import WIDE
-from tests.checkpoint.saved import SAVING, steps_in
+from tests.checkpoint.saved import SAVING, empty_step, steps_in
 from tests.jobs import QUIET, TEXT, TINY, job, trainer
 from tests.lanes import sample
 from tests.messages import says
@@ -19,8 +19,6 @@ from tests.runs import finish, records, run, start, wait_for
 from titanlite.checkpoint.manifest import (
     CONFIG,
     ENVIRONMENT,
-    MANIFEST,
-    Manifest,
     Position,
     committed,
     read_state,
@@ -161,7 +159,7 @@ _SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 )
 def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, differ, tmp_path):
     before, after = job([*WIDE, *saved], world=2), job([*WIDE, *now], world=2)
-    (tmp_path / MANIFEST).write_bytes(Manifest(0, False, {}, {}).render())
+    empty_step(tmp_path, 0)
     (tmp_path / CONFIG).write_text(to_toml(before.given))
     (tmp_path / ENVIRONMENT).write_text(json.dumps(describe_environment(before, 0, "cpu")))
     lines = Resume(tmp_path, continues=True).changes(after, has_dropout=True)
@@ -179,7 +177,7 @@ def test_a_resume_says_whether_dropout_masks_will_differ(saved, now, differ, tmp
 )
 def test_a_resume_says_that_the_learning_rate_jumps_and_why(now, named, tmp_path):
     before, after = (job([*WIDE, "--training.steps=300", *more], world=1) for more in ([], now))
-    (tmp_path / MANIFEST).write_bytes(Manifest(0, False, {}, {}).render())
+    empty_step(tmp_path, 0)
     (tmp_path / CONFIG).write_text(to_toml(before.given))
     line = _rate_change(Resume(tmp_path, continues=True, position=Position(298)), after.config)
     if named:

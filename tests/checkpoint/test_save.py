@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.saved import SAVING, commit_tensors, keeping_log, rank, steps_in
+from tests.checkpoint.saved import SAVING, commit_tensors, rank, steps_in
 from tests.failpoints import calling
-from tests.jobs import TINY, full, trainer
+from tests.jobs import TINY, full, keeping_log, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.runs import records
@@ -328,22 +328,11 @@ def test_the_last_checkpoint_may_hold_only_weights(train, tmp_path):
     assert [*tmp_path.glob("previous/*/checkpoint/step-3")]
 
 
-def minutes(folder: str) -> list[str]:
-    run = trainer([*SAVING, "--checkpoint.interval=100", "--checkpoint.interval_minutes=1"], folder)
-    run.saver._last_save -= 61 if rank() == 0 else -1000  # only the clock of rank 0 counts
-    run.train()
-    return steps_in(LocalPath(folder))
-
-
-def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
-    assert pool.run(minutes, str(tmp_path), world=2) == [["step-1", "step-3"]] * 2
-
-
-def by_cost(folder: str) -> tuple[list[str], list[str], list[float]]:
+def by_the_clock(argv: list[str], folder: str) -> tuple[list[str], list[str], list[float]]:
     """Save after a minute by the clock of rank 0, then as often as that save's cost says."""
-    run = trainer([*SAVING, "--checkpoint.interval=auto", "--fault.mtbf_hours=10"], folder)
+    run = trainer([*SAVING, *argv], folder)
     run.saver._log, log = keeping_log()
-    run.saver._last_save -= 61 if rank() == 0 else 1000
+    run.saver._last_save -= 61 if rank() == 0 else -1000
     run.train()
     seconds = []
     for waited, took in ((2.0, 3.0), (2.2, 3.0), (2.0, 900.0)):
@@ -352,9 +341,19 @@ def by_cost(folder: str) -> tuple[list[str], list[str], list[float]]:
     return steps_in(LocalPath(folder)), log, seconds
 
 
+SAVED = ["step-1", "step-3"]
+
+
+def test_all_ranks_follow_the_clock_of_rank_0(pool, tmp_path):
+    argv = ["--checkpoint.interval=100", "--checkpoint.interval_minutes=1"]
+    for saved, *_ in pool.run(by_the_clock, argv, str(tmp_path), world=2):
+        assert saved == SAVED
+
+
 def test_the_interval_follows_from_the_cost_of_a_save_and_the_time_between_failures(pool, tmp_path):
-    saved, log, seconds = pool.run(by_cost, str(tmp_path), world=2)[0]
-    assert saved == ["step-1", "step-3"], "the next would come much later; the last one"
+    argv = ["--checkpoint.interval=auto", "--fault.mtbf_hours=10"]
+    saved, log, seconds = pool.run(by_the_clock, argv, str(tmp_path), world=2)[0]
+    assert saved == SAVED, "the next would come much later; the last one"
     assert seconds == [(2 * 2.0 * 36000) ** 0.5] * 2 + [1800.0], "a change below a tenth is none"
     says(log, "10 hours", "fault.mtbf_hours")
 

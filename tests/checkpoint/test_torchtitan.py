@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.checkpoint.saved import digests, everyone, keeping_log
-from tests.jobs import MOE, job, trainer
+from tests.checkpoint.saved import digests, everyone
+from tests.checkpoint.test_load import DAMAGES
+from tests.jobs import MOE, job, keeping_log, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.runs import run as start_run
 from titanlite import cli
 from titanlite.checkpoint.load import load_tensors, restore
 from titanlite.checkpoint.manifest import DCP_METADATA, read_manifest
@@ -132,22 +133,8 @@ def test_a_pickle_of_others_is_refused_by_name_and_never_run(copied, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def shorten(folder: LocalPath) -> None:
-    with (folder / SHARDS).open("r+b") as file:
-        file.truncate(1000)
-
-
-def lengthen(folder: LocalPath) -> None:
-    with (folder / SHARDS).open("ab") as file:
-        file.write(b"more")
-
-
-def lose(folder: LocalPath) -> None:
-    (folder / SHARDS).unlink()
-
-
-def cut(folder: LocalPath) -> None:
-    (folder / DCP_METADATA).write_bytes((folder / DCP_METADATA).read_bytes()[:999])
+def damaged(how: str, name: str) -> Callable[[LocalPath], object]:
+    return lambda folder: DAMAGES[how](folder / name)
 
 
 def quantize(folder: LocalPath) -> None:
@@ -161,10 +148,10 @@ def bias(folder: LocalPath) -> None:
 @pytest.mark.parametrize(
     ("harm", "named"),
     [
-        (shorten, [SHARDS, "1,000 bytes"]),
-        (lengthen, [SHARDS, "were written"]),
-        (lose, [SHARDS, "missing"]),
-        (cut, [DCP_METADATA, "damaged"]),
+        (damaged("truncate", SHARDS), [SHARDS, " bytes"]),
+        (damaged("lengthen", SHARDS), [SHARDS, "were written"]),
+        (damaged("missing", SHARDS), [SHARDS, "missing"]),
+        (damaged("truncate", DCP_METADATA), [DCP_METADATA, "damaged"]),
         (quantize, ["norm.weight", "float8_e4m3fn"]),
         (bias, ["layers.0.moe.expert_bias", "balance"]),
     ],
@@ -174,15 +161,6 @@ def test_a_damaged_or_quantized_checkpoint_is_named_before_anything_is_built(cop
     harm(copied)
     with refused(copied, *named):
         opened(copied)
-
-
-@pytest.mark.long
-def test_a_start_from_a_damaged_one_ends_with_exit_code_2_before_a_worker_starts(copied, tmp_path):
-    shorten(copied)
-    argv = [*MOE, f"--checkpoint.initial_load_path={copied}"]
-    found = start_run(argv, tmp_path / "run", code=2)
-    says(found.out, "checkpoint.initial_load_path", SHARDS)
-    assert not (tmp_path / "run/logs").exists()
 
 
 def test_a_step_that_was_being_written_is_passed_over_or_named(theirs, tmp_path):

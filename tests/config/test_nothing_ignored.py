@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import TEXT, TINY, trainer, weights
+from tests.jobs import TEXT, TINY, keeping_log, trainer, weights
 from tests.lanes import sample
 from tests.runs import ROOT, records
 from titanlite.config.schema import KEYS
@@ -25,10 +24,7 @@ TIMES |= {f"checkpoint_{what}_seconds" for what in ("blocked", "staging", "write
 
 def observe(argv: list[str], folder: str) -> dict[str, Any]:
     """Train, and return what a run shows except for times."""
-    lines: list[str] = []
-    log = logging.Logger("observe")
-    log.handle = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-
+    log, lines = keeping_log()
     run = trainer(argv, folder, log)
     try:
         run.train()

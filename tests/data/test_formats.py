@@ -117,7 +117,7 @@ ours.finalize(f"{folder}/text.idx")
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_megatrons_own_builder_writes_is_read(tmp_path):
     """Whole documents, one made item by item, an empty one, and another file's after them.
 
@@ -214,15 +214,13 @@ def test_ids_have_the_named_type_or_that_of_numpys_header(tmp_path, dtype):
 
 @pytest.mark.parametrize("kind", ["megatron", "olmo"])
 def test_other_ends_of_documents_are_other_data_with_a_plan_of_their_own(tmp_path, kind):
-    """And so is another length of windows."""
     found = []
-    for cut, seq_len in ((8, 32), (24, 32), (24, 16)):
+    for cut in (8, 24):
         write_as(kind, tmp_path, [[*range(1, cut)], [*range(cut, 65)]])
         source = opened(tmp_path, kind)
-        found.append((source.fingerprint, [*open_plan(source, seq_len).pieces(0)]))
-    (first, eight), (second, whole), (same, short) = found
-    assert first != second == same
-    assert eight != whole != short
+        found.append((source.fingerprint, [*open_plan(source, 32).pieces(0)]))
+    (first, eight), (second, whole) = found
+    assert first != second and eight != whole
 
 
 def test_files_of_subfolders_are_listed_and_hidden_ones_are_not(tmp_path):

@@ -57,16 +57,6 @@ def test_the_standard_library_is_split_into_training_and_validation():
     assert not any("site-packages" in name or "/test/" in f"/{name}" for name in train.names)
 
 
-def test_bytes_are_the_documents_with_end_tokens(texts):
-    source = opened(texts)
-    expected = b"def f(x):\n    return x\0\0the cat\0"
-    assert source.tokens == len(expected)
-    for start in range(len(expected)):
-        for stop in (start + 1, min(start + 5, len(expected)), len(expected)):
-            ids = source.read(start, stop - start)
-            assert bytes(ids.astype(np.uint8)) == expected[start:stop]
-
-
 def test_text_whose_file_name_is_not_utf8_is_read(tmp_path, assets):
     """Also named in a log: of the launcher, and of a rank below torchrun."""
     stem = os.fsdecode(b"caf\xe9")

@@ -171,7 +171,6 @@ C4 = "--training.dataset=c4"
     ("argv", "named"),
     [
         ([C4, "--training.packing=first-fit"], ["training.packing"]),
-        (['--training.mixture=[{dataset="a/b", weight=1.0}]'], ["training.mixture", '"a/b"']),
         ([C4, "--training.no_repeat"], ["training.repeat", "prepare"]),
         (
             [C4, "--validation.enable", "--validation.dataset=c4", "--validation.steps=-1"],

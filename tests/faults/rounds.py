@@ -26,6 +26,7 @@ import torch
 from tests.checkpoint.saved import rank
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK, calling
 from tests.jobs import TINY, trainer
+from tests.runs import records
 from tests.stores.server import credentials
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import (
@@ -293,7 +294,7 @@ class Soak:
             if wrong
             else []
         )
-        losses, expected_losses = (_losses(folder) for folder in (self.folder, straight))
+        losses, expected_losses = (_logged("loss", folder) for folder in (self.folder, straight))
         if losses != expected_losses:
             problems.append("metrics.jsonl: not the steps and losses of a run without kills")
         kept = sorted({path.name for path in self.root.iterdir()} - _BESIDE)
@@ -304,9 +305,9 @@ class Soak:
         return problems
 
 
-def _losses(folder: LocalPath) -> list[tuple[int, float]]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+def _logged(key: str, folder: LocalPath) -> list[tuple[int, float]]:
+    """Return the steps that have logged a number, a step twice if it was, each with it."""
+    return [(each["step"], each[key]) for each in records(folder) if key in each]
 
 
 def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
@@ -321,12 +322,8 @@ def slow_save(seconds: float, timeout: float, folder: str) -> tuple[int, float]:
 
     with calling(failpoint), mock.patch.object(distributed, "WATCH_SECONDS", 0):
         run.train()
-    return run.step, max(json.loads(line)["checkpoint_write_seconds"] for line in _saves(folder))
-
-
-def _saves(folder: str) -> list[str]:
-    lines = (LocalPath(folder) / "metrics.jsonl").read_text().splitlines()
-    return [line for line in lines if "checkpoint_write_seconds" in line]
+    saves = _logged("checkpoint_write_seconds", LocalPath(folder))
+    return run.step, max(seconds for _, seconds in saves)
 
 
 def memory_of_saves(saves: int, folder: str) -> list[float]:

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.checkpoint.saved import SAVING, keeping_log, rank, run_until, steps_in
-from tests.jobs import TINY, trainer
+from tests.checkpoint.saved import SAVING, rank, run_until, steps_in
+from tests.jobs import TINY, keeping_log, trainer
 from tests.lanes import sample
 from tests.messages import says
 from tests.runs import run

@@ -167,18 +167,6 @@ def blocked(pid: int) -> int:
 
 
 @pytest.mark.long
-def test_the_first_signal_to_a_launcher_is_no_second_one_if_others_have_asked(tmp_path):
-    """As a scheduler ends nodes one after the other."""
-    process = started(tmp_path, INJURY="stop:backward:0:6")
-    os.kill(rank_pid(process, 1), signal.SIGUSR1)
-    time.sleep(3)  # the launcher has heard of it
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    os.kill(rank_pid(process, 0), signal.SIGCONT)
-    stopped(process, tmp_path, "SIGUSR1", "rank 1")
-
-
-@pytest.mark.long
 def test_without_checkpoints_a_signal_ends_the_run_at_once(tmp_path):
     process = started(tmp_path, "--checkpoint.no_enable")
     process.send_signal(signal.SIGUSR1)

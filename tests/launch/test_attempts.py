@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.saved import empty_step
 from tests.jobs import TINY, job, run_to_end
 from tests.launch.nodes import free_port
 from tests.messages import says
 from tests.runs import left_over
 from titanlite.checkpoint import status
-from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.config.schema import JobConfig, config_of
 from titanlite.errors import CUT_SHORT, GIVEN_UP, STOPPED, RunFailed
 from titanlite.fault.board import NoAnswer
@@ -362,6 +362,9 @@ def test_the_first_signal_after_the_workers_is_a_request_and_the_second_ends_at_
         with pytest.raises(Stopped) as caught:
             request._catch(signal.SIGTERM, None)
         assert caught.value.early == TWICE, "a third one adds no words"
+    of_others = stopping(tmp_path, "SIGUSR1 to rank 1", seconds_ago=60)
+    of_others._catch(signal.SIGTERM, None)
+    assert of_others.reason == "SIGUSR1 to rank 1", "its first, as a scheduler ends node by node"
 
 
 def stopping(private: Path, reason: str = "", seconds_ago: float = 0.0) -> Stopping:
@@ -416,8 +419,7 @@ LEFT_BEHIND = EarlyExit(CUT_SHORT, 6, "SIGTERM to rank 0; another rank had left"
 
 def test_a_launcher_that_started_no_worker_claims_no_step_and_no_save_of_an_earlier_run(tmp_path):
     saved = tmp_path / "checkpoint/step-20"
-    saved.mkdir(parents=True)
-    (saved / MANIFEST).write_bytes(Manifest(20, False, {}, {}).render())
+    empty_step(saved, 20)
     config = config_of({"checkpoint.enable": True, "job.dump_folder": str(tmp_path)})
     request = Stopping(QUIET)
     request._config, request.reason = config, ASKED

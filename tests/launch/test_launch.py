@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.saved import empty_step
 from tests.jobs import TEXT, TINY, job
 from tests.launch.nodes import rendezvous, start_tasks, trained
 from tests.messages import refused, says
@@ -34,7 +35,6 @@ from tests.runs import (
     start,
 )
 from tests.tools.conftest import record, write
-from titanlite.checkpoint.manifest import MANIFEST, Manifest
 from titanlite.checkpoint.status import take_folder
 from titanlite.cli import COMMANDS, main
 from titanlite.config.job import job_from
@@ -195,9 +195,9 @@ def test_an_option_or_a_variable_that_cannot_be_is_refused_before_anything_start
 def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
     options, names, tmp_path, capsys
 ):
-    for folder, name in (("checkpoint/step-4", "manifest.json"), ("hf", "config.json")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / name).write_text("{}")
+    for name in ("checkpoint/step-4/manifest.json", "hf/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
     argv = [option.format(tmp_path) for option in options]
     err = start_refused([*argv, "--lr_scheduler.warmup_steps=0"], tmp_path, capsys)
     says(err, names, "there are: 4\n" if "33" in names else "nothing was started")
@@ -209,9 +209,14 @@ def test_what_a_run_would_start_from_is_refused_before_a_worker_starts(
     assert not held, "as before, for what this process starts next"
 
 
+def test_a_damaged_checkpoint_of_torchtitan_is_refused_before_a_worker_starts(tmp_path, capsys):
+    (tmp_path / ".metadata").write_text("damaged")
+    err = start_refused([f"--checkpoint.initial_load_path={tmp_path}"], tmp_path / "run", capsys)
+    says(err, "nothing was started", f"{tmp_path}/.metadata: damaged")
+
+
 def test_a_step_beside_the_folder_that_a_run_looks_in_is_refused_with_both(tmp_path, capsys):
-    (tmp_path / "step-4").mkdir()
-    (tmp_path / "step-4" / MANIFEST).write_bytes(Manifest(4, False, {}, {}).render())
+    empty_step(tmp_path / "step-4", 4)
     err = start_refused(["--checkpoint.enable"], tmp_path, capsys)
     says(err, "job.dump_folder: ", f"{tmp_path}/step-4 ", f"{tmp_path}/checkpoint: move it there")
 

@@ -27,16 +27,12 @@ DENSE = 0.5
 """A probability of dropout: FlexAttention has none, so the mask is dense."""
 
 
-def take_the_cpu_for_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Let FlexAttention run with its backward pass, as slow as it is uncompiled."""
-    patch.setattr(attention, "FLEX_DEVICES", ("cpu",))
-    patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    patch.setattr(attention, "_compiled", lambda function: function)
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    take_the_cpu_for_a_gpu(monkeypatch)
+    """Let FlexAttention run with its backward pass, as slow as it is uncompiled."""
+    monkeypatch.setattr(attention, "FLEX_DEVICES", ("cpu",))
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
 
 
 def random_heads(kv_heads: int = 2) -> tuple[torch.Tensor, ...]:

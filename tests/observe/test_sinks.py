@@ -21,8 +21,7 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.checkpoint.saved import keeping_log
-from tests.jobs import TINY, files_of_at_most, job, run_to_end
+from tests.jobs import TINY, files_of_at_most, job, keeping_log, run_to_end
 from tests.messages import refused, says
 from tests.runs import losses, records
 from titanlite.cli import main
@@ -177,15 +176,6 @@ def test_a_disk_without_room_for_metrics_ends_a_run_only_if_a_failed_save_would(
         assert len(lines) == 2
         for line in lines:
             says(line, "step 3 ", *named)
-
-
-def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
-    for after, steps in ((0, (1, 2, 3, 4)), (2, (3, 5))):
-        sink = TensorBoard(tmp_path, after)
-        for step in steps:
-            sink.write(step, {}, {"loss": after + step / 10, "lr": math.inf})
-        sink.close()
-    assert tensorboard(tmp_path)["loss"] == pytest.approx({1: 0.1, 2: 0.2, 3: 2.3, 5: 2.5})
 
 
 @pytest.mark.long

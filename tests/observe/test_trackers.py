@@ -15,8 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.checkpoint.saved import keeping_log
-from tests.jobs import TINY, job, run_to_end
+from tests.jobs import TINY, job, keeping_log, run_to_end
 from tests.messages import refused, says
 from tests.runs import losses
 from titanlite.cli import main

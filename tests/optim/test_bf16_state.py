@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 
 from tests.checkpoint.saved import SAVING, run_until
 from tests.jobs import TINY, full, job, run_to_end, trainer
-from tests.messages import refused
 from tests.runs import losses
 from titanlite.config.layout import Layout
 from titanlite.optim import TrainedParam, bf16_state, build_optimizer, optimizer_bytes
@@ -202,8 +201,3 @@ def test_another_state_dtype_is_converted_and_logged(pool, tmp_path):
         part = pool.run(run_until, argv, str(tmp_path), world=2)[0]
         assert part["begun"] == begun
         assert any(f"optimizer.state_dtype {change}" in line for line in part["log"])
-
-
-def test_state_dtype_is_refused_for_an_optimizer_without_state():
-    with refused("optimizer.state_dtype", "SGD"):
-        job([*TINY, "--optimizer.name=SGD", NARROW], 1)

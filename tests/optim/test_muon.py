@@ -15,6 +15,7 @@ from tests.jobs import FLOAT64, TINY, relative_error, require_close, run_to_end,
 from tests.lanes import sample
 from tests.messages import refused
 from tests.optim.test_bf16_state import optimizer_state
+from tests.parallel.rows import watching
 from titanlite.optim import muon
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.muon import Muon, owners_of
@@ -54,23 +55,19 @@ def count_step(argv: list[str], folder: str) -> dict[str, Any]:
     each collective to each rank.
     """
     run = trainer(argv, folder)
-    original, orthogonalize = dist.all_to_all_single, muon.orthogonalize
     sent: list[list[int]] = []
-    owned: list[torch.Tensor] = []
+    owned: list[str] = []
 
-    def counted(arrived, rows, receive, send, **how):
-        sent.append([*send])
-        return original(arrived, rows, receive, send, **how)
+    def see_sent(_: str, args: tuple[Any, ...], __: Any) -> None:
+        sent.append([*args[3]])
 
-    def of_an_owner(matrix):
-        owned.append(matrix)
-        return orthogonalize(matrix)
+    def see_owned(name: str, *_: Any) -> None:
+        owned.append(name)
 
     for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", counted)
-        patch.setattr(muon, "orthogonalize", of_an_owner)
+    exchanges = watching(dist, ["all_to_all_single"], see_sent)
+    with exchanges, watching(muon, ["orthogonalize"], see_owned):
         run.runner.optimizer.step()
     assert optimizer_state(run)
     elements = sum(item.parameter.numel() for item in run.runner.trained if item.is_hidden_matrix)

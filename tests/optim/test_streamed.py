@@ -321,7 +321,6 @@ DISK = "--optimizer.state_on=disk --optimizer.state_folder=/nvme "
 REFUSED = {
     f"{HOST} --optimizer.name=Muon": ("optimizer.state_on", '"host"', "AdamW"),
     f"{DISK} --optimizer.name=Muon": ("optimizer.state_on", '"disk"', "AdamW"),
-    f"{HOST} --optimizer.name=SGD": ("optimizer.state_on", "SGD"),
     f"{DISK} --optimizer.state_dtype=bfloat16": ("optimizer.state_dtype", '"like_parameters"'),
     f"{DISK} --checkpoint.enable --checkpoint.async_mode=async": ("async_mode", '"disabled"'),
     "--optimizer.state_on=disk": ("optimizer.state_folder", "disk"),

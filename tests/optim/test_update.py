@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.saved import SAVING, digests, keeping_log, steps_in
-from tests.jobs import MOE, TINY, job, trainer
+from tests.checkpoint.saved import SAVING, digests, steps_in
+from tests.jobs import MOE, TINY, job, keeping_log, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.observe.test_sinks import tensorboard
@@ -369,8 +369,3 @@ def test_skips_older_than_a_thousand_steps_are_forgotten():
         bad_steps._act(step, math.nan, 0.0, 0.0, 0.0)
     with refused("step 3000 ", "2 in 1,000 steps", "fault.skip_budget = 1", kind=GivenUp):
         bad_steps._act(3000, math.nan, 0.0, 0.0, 0.0)
-
-
-def test_a_rollback_needs_checkpoints():
-    with refused("fault.on_spike", "rollback", "checkpoint"):
-        job([*TINY, *SPIKES, "--fault.on_spike=rollback"], 1)

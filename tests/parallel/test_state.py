@@ -11,9 +11,9 @@ import torch
 
 import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
-from tests.checkpoint.saved import SAVING, digests, joined, keeping_log, run_until
+from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.checkpoint.test_load import refused
-from tests.jobs import MOE, TINY, run_to_end, trainer
+from tests.jobs import MOE, TINY, keeping_log, run_to_end, trainer
 from tests.lanes import sample
 from tests.messages import says
 from tests.parallel.rows import (

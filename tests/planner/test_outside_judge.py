@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from tests.jobs import QUIET, TINY, job, trainer
+from tests.jobs import TINY, job, trainer
 from tests.lanes import sample
+from tests.parallel.rows import GPT2
 from titanlite.data.loader import MicroBatch
 from titanlite.planner.rehearse import blank_batches, record_step
 from titanlite.train.loss import count_valid
 from titanlite.train.trainer import Trainer
-
-GPT2 = [*QUIET, "--model.name=gpt2"]
-GPT2 += [f"--model.overrides.{size}" for size in ("dim=16", "n_layers=2", "n_heads=2")]
 
 
 def tracked(argv: list[str], folder: str) -> dict[str, int]:

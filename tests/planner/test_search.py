@@ -117,18 +117,10 @@ def found() -> SearchResult:
 
 
 @pytest.mark.long
-def test_the_best_plan_is_laid_over_the_config(found, tmp_path):
-    # Those that share the first model are rehearsed.
+def test_a_search_without_time_rehearses_only_those_that_share_the_first_model(found):
     assert 1 <= found.counts["rehearsed"] <= 6 and found.counts["not reached in time"] > 10
-    best, file = found.best[0], tmp_path / "best.toml"
-    file.write_text(values_to_toml(best.settings))
-    rest = [argument for argument in SMALL if "batch_size" not in argument]
-    line = parse_command_line(["--config", "debug.toml", str(file), *rest], {})
-    laid_over = job_from(line, world=2, training=True)
-    expected = changed(job(SMALL, 2), best.settings)
-    assert expected and (laid_over.layout, laid_over.batch) == (expected.layout, expected.batch)
-    assert laid_over.config.activation_checkpoint == expected.config.activation_checkpoint
-    assert plan_step(expected).peak == best.peak
+    best = found.best[0]
+    assert plan_step(best.job).peak == best.peak
 
 
 @pytest.mark.long
@@ -146,7 +138,7 @@ def test_the_ranking_reads_at_100_columns_names_each_plan_once_and_has_no_empty_
     says(search_table(SearchResult(best, counts), H100, 4), "2 rehearsed", "1 ruled", "7 not")
 
 
-def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
+def test_every_plan_for_70b_is_a_config_that_titanlite_accepts_with_all_its_settings(tmp_path):
     given = llama("llama_70b.toml", 256)
     space = [*searching.space(given, H100)][::97]
     legal = [settings for settings in space if changed(given, settings)]
@@ -154,7 +146,11 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts(tmp_path):
     for number in (0, len(legal) // 2, len(legal) - 1):
         file = Path(tmp_path, f"{number}.toml")
         file.write_text(values_to_toml(legal[number]))
-        assert llama("llama_70b.toml", 256, str(file)).batch.total == given.batch.total
+        laid_over = llama("llama_70b.toml", 256, str(file))
+        expected = changed(given, legal[number])
+        assert expected and (laid_over.layout, laid_over.batch) == (expected.layout, expected.batch)
+        assert laid_over.config.activation_checkpoint == expected.config.activation_checkpoint
+        assert laid_over.batch.total == given.batch.total
 
 
 @pytest.mark.long

@@ -82,18 +82,15 @@ class GoogleServer(ThreadingHTTPServer):
                 folders.add(prefix + name + delimiter)
                 continue
             found = self.objects[key]
+            written = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.written))
             entries.append(
                 f"<Contents><Key>{escape(key)}</Key><Size>{len(found.content)}</Size>"
                 f"<ETag>{found.headers['ETag']}</ETag>"
-                f"<LastModified>{_iso(found.written)}</LastModified></Contents>"
+                f"<LastModified>{written}</LastModified></Contents>"
             )
         for folder in sorted(folders):
             entries.append(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>")
         return f"<ListBucketResult>{''.join(entries)}</ListBucketResult>".encode()
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))
 
 
 class Request(BaseHTTPRequestHandler):

@@ -60,7 +60,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     assert code == 0 and out.count("\n") == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_copies_its_saves_is_killed_and_loses_its_disk_goes_on_in_the_same_bits(
     url, here, undisturbed, tmp_path
 ):
@@ -95,11 +95,23 @@ def test_a_rank_that_dies_is_restarted_from_the_bucket(url, here, undisturbed, t
     assert code == 0 and losses(folder) == undisturbed.losses
 
 
-def test_what_is_wrong_with_a_bucket_is_one_line_before_anything_starts(url, tmp_path, capfd):
-    argv = [*ARGV, "--checkpoint.folder=s3://nobody/run", f"--job.dump_folder={tmp_path}/run"]
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("checkpoint.folder=s3://nobody/run", "checkpoint.folder: s3://|no such bucket"),
+        (
+            "training.dataset=tokens --training.dataset_path=URL",
+            "training.dataset_path|URL has no manifest.json",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(
+    url, tmp_path, capfd, option, named
+):
+    argv = [*ARGV, *f"--{option}".replace("URL", url).split(), f"--job.dump_folder={tmp_path}/run"]
     assert main(["train", "--config", "debug.toml", *argv]) == 2
     said = "".join(capfd.readouterr())
-    says(said, "checkpoint.folder: s3://", "no such bucket")
+    says(said, *named.replace("URL", url).split("|"))
     assert len(said.splitlines()) == 2 and not (tmp_path / "run").exists()
 
 

@@ -18,13 +18,6 @@ STRICT = pytest.mark.parametrize("store", ["seaweedfs"], indirect=True)
 
 
 @OVERWRITES
-def test_a_store_without_conditions_is_refused(url):
-    with refused(url, "overwrites", kind=BucketError):
-        check(url)
-    assert place(url).entries() == {}
-
-
-@OVERWRITES
 def test_a_large_file_comes_back_whole_from_a_store_without_ranges(url, monkeypatch):
     monkeypatch.setattr(bucket, "_RANGE", 1 << 20)
     content, file = os.urandom(20 << 20), place(url) / "large"

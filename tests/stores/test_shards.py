@@ -226,11 +226,3 @@ def test_losses_are_those_of_a_folder_and_resumed(train, folder, url):
     train("stored", url, half)
     workers = "--training.dataloader.num_workers=1"
     assert train("stored", url, whole, workers).losses == expected
-
-
-def test_what_is_wrong_with_a_url_is_one_line_before_anything_starts(url, tmp_path, capfd):
-    argv = [*ARGV, f"--training.dataset_path={url}", f"--job.dump_folder={tmp_path}/run"]
-    assert main(["train", "--config", "debug.toml", *argv]) == 2
-    said = "".join(capfd.readouterr())
-    says(said, "training.dataset_path", f"{url} has no manifest.json")
-    assert len(said.splitlines()) == 2 and not (tmp_path / "run").exists()

@@ -162,12 +162,6 @@ def test_a_run_that_ended_early_or_resumes_has_no_time_left(run, tool):
     assert "eta" not in out
 
 
-def test_a_run_whose_launcher_is_gone_shows_for_how_long(run, tool):
-    old = time.time() - 90
-    os.utime(run / "logs/ranks.json", (old, old))
-    assert re.search("step 10 of 20, no .* 1:3", tool("top", run))
-
-
 def test_a_run_is_done_when_its_last_step_is_saved(run, tool):
     write(run, [record(20, 2.0)])
     places = run / "logs/ranks.json"

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import (
     FLOAT64,
@@ -22,7 +21,7 @@ from tests.jobs import (
 )
 from tests.lanes import sample
 from tests.messages import refused
-from tests.parallel.rows import GPT2, SAMPLES, ragged_batch
+from tests.parallel.rows import EVEN, GPT2, SAMPLES, operations, ragged_batch
 from titanlite.config.layout import Layout
 from titanlite.data.loader import MicroBatch
 from titanlite.models.llama3 import LlamaConfig
@@ -32,7 +31,6 @@ from titanlite.train.loss import count_valid, model_loss, token_loss_sum
 from titanlite.train.report import loss_over_ranks
 
 CHUNKS = "--training.loss_chunks"
-EVEN = [*TINY, "--model.overrides.n_kv_heads=2"]
 TP2 = "--parallelism.tensor_parallel_degree=2"
 GATHERED = "--parallelism.disable_loss_parallel"
 NO_DROPOUT = "--model.overrides.dropout=0.0"
@@ -103,21 +101,14 @@ def test_the_head_s_gradient_is_summed_in_float32(pool, tmp_path):
 def collectives(argv: list[str], folder: str) -> Counter[str]:
     """Count the collectives of one step."""
     run = trainer([*argv, *FLOAT64, "--training.local_batch_size=6"], folder)
-    counts: Counter[str] = Counter()
-
-    class Recorded(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
-                counts[func.overloadpacket.__name__] += 1
-            return func(*args, **(kwargs or {}))
-
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(
         256, (2, 6 * run.job.layout.data_parallel, 16), generator=generator
     )
-    with Recorded():
+    with operations() as seen:
         forward_backward(run, micro_batches(tokens, labels, run.data.rank_slice))
-    return counts
+    names = [func.overloadpacket.__name__ for func, *_ in seen if "c10d" in func.namespace]
+    return Counter(name for name in names if not name.startswith(("wait", "_wrap")))
 
 
 # The output layer is in the root's group: gathered once and reduced once

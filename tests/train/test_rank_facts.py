@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.saved import keeping_log
-from tests.jobs import TINY, trainer
+from tests.jobs import TINY, keeping_log, trainer
 from tests.messages import refused, says
 from titanlite.runtime.rank_files import ATTEMPT
 from titanlite.train.rank_facts import RankFacts, differences, notable

@@ -4,6 +4,7 @@ same step, and validation has one value on any ranks.
 
 import copy
 import gc
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.saved import SAVING, keeping_log, steps_in
-from tests.jobs import FLOAT64, PARROT, TINY, run_to_end, trainer, validated
+from tests.checkpoint.saved import SAVING, steps_in
+from tests.jobs import FLOAT64, PARROT, TINY, keeping_log, run_to_end, trainer, validated
 from tests.lanes import sample
 from tests.messages import refused, says
+from tests.optim.test_update import poison
 from tests.parallel.rows import GPT2
 from tests.runs import losses, records
 from titanlite.data.windows import Windows
@@ -101,30 +103,15 @@ def test_ranks_of_a_tensor_parallel_group_drop_different_tokens(pool, tmp_path):
     assert not any(torch.equal(mask, second[key]) for key, mask in first.items())
 
 
-def train_with_nan(
-    argv: list[str], folder: str, rank: int, step: int, of_loss: bool = True
+def train_poisoned(
+    argv: list[str], folder: str, rank: int, step: int, factor: float
 ) -> tuple[int, str]:
-    """Train with a loss that is NaN on one rank at one step, or with gradients that are infinite
-    where no loss is; return the step it stopped at and the message.
+    """Train with gradients, and by NaN a loss, that are poisoned on one rank at one step; return
+    the step it stopped at and the message.
     """
     run = trainer(argv, folder)
-    forward_backward, norm = run.runner.forward_backward, run.runner.gradient_norm
-
-    def is_bad(at_step: int) -> bool:
-        return (run.rank_info.rank, at_step) == (rank, step)
-
-    def poisoned_loss(at_step, micro_batches, valid_tokens):
-        loss = forward_backward(at_step, micro_batches, valid_tokens)
-        return loss * float("nan") if of_loss and is_bad(at_step) else loss
-
-    def norm_of_poisoned() -> torch.Tensor:
-        if is_bad(run.step) and not of_loss:
-            for parameter in run.runner.parameters:
-                parameter.grad.fill_(float("inf"))
-        return norm()
-
-    run.runner.forward_backward = poisoned_loss  # type: ignore[method-assign,assignment]
-    run.runner.gradient_norm = norm_of_poisoned  # type: ignore[method-assign]
+    if run.rank_info.rank == rank:
+        poison(run, {step: factor})
     try:
         run.train()
     except NonFinite as error:
@@ -133,21 +120,21 @@ def train_with_nan(
 
 
 @pytest.mark.parametrize(
-    ("argv", "step", "of_loss", "stops"),
+    ("argv", "step", "factor", "named", "stops"),
     [
-        (RARELY_LOGGED, 3, True, 4),
-        (RARELY_LOGGED, 3, False, 4),
-        (TINY, 3, True, 3),  # the last one
-        (SAVING, 2, True, 2),
+        (RARELY_LOGGED, 3, math.nan, "loss of rank 1 ", 4),
+        (RARELY_LOGGED, 3, math.inf, "gradient norm", 4),
+        (TINY, 3, math.nan, "loss of rank 1 ", 3),  # the last one
+        (SAVING, 2, math.nan, "loss of rank 1 ", 2),
     ],
 )
 def test_all_ranks_stop_at_the_same_step_that_is_never_saved_and_name_what_was_not_finite(
-    pool, tmp_path, argv, step, of_loss, stops
+    pool, tmp_path, argv, step, factor, named, stops
 ):
-    found = pool.run(train_with_nan, argv, str(tmp_path), 1, step, of_loss, world=2)
+    found = pool.run(train_poisoned, argv, str(tmp_path), 1, step, factor, world=2)
     for stopped, message in found:
         assert stopped == stops
-        says(message, f"at step {step} ", "loss of rank 1 " if of_loss else "gradient norm")
+        says(message, f"at step {step} ", named)
     assert argv is not SAVING or steps_in(tmp_path) == ["step-1"]
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import TINY, job, trainer
 from tests.lanes import needs_gpus, sample
+from tests.parallel.rows import operations
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import process_group
 from titanlite.train.trainer import Trainer
@@ -45,27 +45,17 @@ READS = "_local_scalar_dense is_nonzero nonzero equal masked_select unique _uniq
 """Operations that make the host wait for their result or its size."""
 
 
-class Reads(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if (name := func.overloadpacket.__name__) in READS:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def reads_of_steps(argv: list[str], folder: str) -> list[Counter[str]]:
     """Count the reads of each step."""
     run = trainer([*argv, *STEPS], folder)
     original, counts = run.train_step, []
 
     def counted() -> None:
-        with Reads() as reads:
+        with operations() as seen:
             original()
             run.guard.read()
-        counts.append(reads.counts)
+        names = [func.overloadpacket.__name__ for func, *_ in seen]
+        counts.append(Counter(name for name in names if name in READS))
 
     run.train_step = counted  # type: ignore[method-assign]
     run.train()
