@@ -1,6 +1,6 @@
-"""For TorchTitan's experimental.custom_import: a model of TITAN_MODEL's sizes with marked steps.
+"""For TorchTitan's experimental.custom_import: a model of TITAN_MODEL's sizes, on random tokens.
 
-Its tokens are random, and its attention is FlashAttention, since a fake GPU has no cuDNN."""
+On a fake GPU its steps are marked, and its attention is FlashAttention, since that has no cuDNN."""
 
 import json
 import os
@@ -70,5 +70,6 @@ register_train_spec(
         build_validator_fn=None,
     ),
 )
-ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
-mark_steps(sys.modules["__main__"].Trainer)  # python -m torchtitan.train
+if "FAKE_GPU_DIR" in os.environ:
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
+    mark_steps(sys.modules["__main__"].Trainer)  # python -m torchtitan.train
