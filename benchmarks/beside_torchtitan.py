@@ -95,42 +95,56 @@ MODELS = {
         compiled=False,
     ),
 }
-COMMON = (
-    f"--training.steps={STEPS} --training.local_batch_size=1 --training.mixed_precision_param="
-    "bfloat16 --metrics.log_freq=1000 --activation_checkpoint.mode=none"
-).split()
+LENGTH = [f"--training.steps={STEPS}", "--metrics.log_freq=1000"]
+
+
+def options_of(model: Model) -> list[str]:
+    """Return what both are told of a model's training, but for its sizes."""
+    options = [
+        "--training.local_batch_size=1",
+        f"--training.seq_len={model.tokens}",
+        "--training.mixed_precision_param=bfloat16",
+        "--activation_checkpoint.mode=none",
+    ]
+    if model.compiled:
+        options.append("--compile.enable")
+    return options
+
+
+def torchtitan_of(model: Model) -> tuple[list[str], dict[str, str]]:
+    """Return the module of TorchTitan's trainer with its options for a model, and its variables."""
+    options = ["--model.name=sized", "--model.flavor=sized"]
+    options.append("--experimental.custom_import=beside_torchtitan")
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "TITAN_NAME": model.name,
+        "TITAN_MODEL": json.dumps(model.theirs),
+    }
+    return ["torchtitan.train", *options_of(model), *options], variables
 
 
 def run_titanlite(model: Model, ranks: int, folder: Path, library: Path) -> None:
-    argv = [*COMMON, *model.ours.split(), f"--training.seq_len={model.tokens}"]
-    argv.append("--model.package=beside_titanlite")
-    if model.compiled:
-        argv.append("--compile.enable")
+    argv = [*LENGTH, *options_of(model), *model.ours.split(), "--model.package=beside_titanlite"]
     path = os.pathsep.join([str(ROOT), OUTSIDE, str(HERE)])
     fake_gpu.train(library, folder, ranks, argv, seconds=SECONDS, PYTHONPATH=path)
 
 
 def run_torchtitan(model: Model, ranks: int, folder: Path, library: Path) -> None:
-    argv = [*COMMON, "--model.name=sized", "--model.flavor=sized"]
-    argv += [f"--training.seq_len={model.tokens}", f"--job.dump_folder={folder / 'run'}"]
-    argv += ["--experimental.custom_import=beside_torchtitan", "--comm.init_timeout_seconds=2000"]
-    if model.compiled:
-        argv.append("--compile.enable")
+    argv, of_model = torchtitan_of(model)
+    argv += [*LENGTH, f"--job.dump_folder={folder / 'run'}", "--comm.init_timeout_seconds=2000"]
     processes = []
     for rank in range(ranks):
         variables = {
             **environment(),
             **fake_gpu.environment(library, folder / "traces", ranks),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
-            "TITAN_NAME": model.name,
-            "TITAN_MODEL": json.dumps(model.theirs),
+            **of_model,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29577",
         }
-        command = [sys.executable, "-m", "torchtitan.train", *argv]
+        command = [sys.executable, "-m", *argv]
         processes.append(subprocess.Popen(command, env=variables, cwd=ROOT))
     codes = [process.wait(SECONDS) for process in processes]
     assert not any(codes), f"TorchTitan's ranks ended with {codes}"

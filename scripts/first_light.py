@@ -279,6 +279,40 @@ def torchtitan(machine: Machine) -> Iterator[Row]:
         yield Row("TorchTitan, debug model", 90, command, shows(r"(?s:.*)(tps: [^\n]+)"))
 
 
+def with_loss(out: str, folder: Path) -> str:
+    """Return the speed of a run's last steps, and its last loss."""
+    return f"{speed(out, folder)}, loss {last_step(folder)['loss']:.6f}"
+
+
+def compared(machine: Machine, before: Path | None) -> Iterator[Row]:
+    """Yield an earlier checkout, this one and TorchTitan in turn, on one GPU: the last ten of
+    twenty steps of two models.
+    """
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.beside_torchtitan import MODELS, options_of, torchtitan_of
+
+    one = {"CUDA_VISIBLE_DEVICES": "0", "NGPU": "1"}
+    length = ["--training.steps=20", "--metrics.log_freq=10"]
+    checkouts = {"now": ROOT}
+    if before:
+        checkouts = {"before": before.absolute(), "now": ROOT}
+    for name in ("8b6", "1b"):
+        model = MODELS[name]
+        own = [*machine.train, *options_of(model), *model.ours.split(), *length]
+        for turn, checkout in checkouts.items():
+            command = ["env", f"--chdir={checkout}", *own]
+            yield Row(f"{name}, {turn}", 90, command, with_loss, environ=one)
+        if not find_spec("torchtitan"):
+            continue
+        words, variables = torchtitan_of(model)
+        # titanlite sets the allocator alike.
+        variables |= {**one, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        command = [*TORCHRUN, "--nproc-per-node=1", "-m", *words, *length]
+        command += ["--job.dump_folder=FOLDER", "--metrics.disable_color_printing"]
+        find = shows(r"(?s:.*)step: 20 [^\n]*(memory: [^\n]+)")
+        yield Row(f"{name}, TorchTitan", 90, command, find, environ=variables)
+
+
 def run(row: Row, limit: float, folder: Path) -> tuple[bool, str]:
     """Run a row in its own folder; return whether it is ok, and what it shows."""
     folder.mkdir(parents=True)
@@ -362,6 +396,12 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=600, help="for all rows (default: 600)")
     parser.add_argument("--rows", default="", help="only rows whose name has this expression")
+    parser.add_argument(
+        "--compare", action="store_true", help="only rows beside TorchTitan 0.2.2, on one GPU"
+    )
+    parser.add_argument(
+        "--before", type=Path, help="with --compare: an earlier checkout, to train the same models"
+    )
     parser.add_argument("--patience", type=float, default=1, help="factor of each row's limit")
     parser.add_argument("--package", default="", help="model.package of each command, for tests")
     parser.add_argument(
@@ -382,7 +422,11 @@ def main() -> int:
     package = [f"--model.package={given.package}"] if given.package else []
     folder = given.folder.absolute() / time.strftime("%Y-%m-%d-%H-%M-%S")
     folder.mkdir(parents=True)
-    rows = [row for row in all_rows(Machine(gpus, package)) if re.search(given.rows, row.name)]
+    machine = Machine(gpus, package)
+    rows = all_rows(machine)
+    if given.compare:
+        rows = [*compared(machine, given.before)]
+    rows = [row for row in rows if re.search(given.rows, row.name)]
     for row in rows:
         row.seconds *= given.patience
     passed, lines = table(rows, given.seconds, folder)

@@ -1,7 +1,7 @@
-"""For TorchTitan's experimental.custom_import: a model with the sizes in TITAN_MODEL, and marked
-steps.
+"""For TorchTitan's experimental.custom_import: a model with the sizes in TITAN_MODEL, on random
+tokens.
 
-Its tokens are random, and its attention is FlashAttention, since a fake GPU has no cuDNN."""
+On a fake GPU its steps are marked, and its attention is FlashAttention, since that has no cuDNN."""
 
 import json
 import os
@@ -71,5 +71,6 @@ register_train_spec(
         build_validator_fn=None,
     ),
 )
-ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
-mark_steps(sys.modules["__main__"].Trainer)  # python -m torchtitan.train
+if "FAKE_GPU_DIR" in os.environ:
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION]
+    mark_steps(sys.modules["__main__"].Trainer)  # python -m torchtitan.train

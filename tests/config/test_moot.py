@@ -166,6 +166,12 @@ NO_EFFECT = [  # the same, further options of the run, and ranks
         2,
     ),
     (WHOLE, "parallelism.fsdp_reshard_after_forward=always", LOOPED, 4),
+    (
+        'for "auto" under pipeline parallel, where "default" is "never"',
+        "parallelism.fsdp_reshard_after_forward=auto",
+        STAGES,
+        4,
+    ),
     (WHOLE, "parallelism.fsdp_forward_prefetch=1", LOOPED, 4),
     (
         'under pipeline parallel without fsdp_reshard_after_forward "always"',

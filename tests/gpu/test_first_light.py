@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,12 +62,12 @@ def test_a_row_without_an_end_is_ended_with_all_that_it_started(tmp_path):
     assert left_over([int(child.read_text())]) == []
 
 
-def run_on(library: Path, folder: Path, gpus: int, chosen: str) -> int:
+def run_on(library: Path, folder: Path, gpus: int, chosen: str, *more: str) -> int:
     """Run rows on so many fake GPUs; return their number. Assert that those that compare numbers
     found only wrong ones, and that all others are ok.
     """
     options = ("--package=on_fake_gpu", "--patience=6", "--seconds=3000", f"--folder={folder}/out")
-    script = ("scripts/first_light.py", *options, f"--rows={chosen}")
+    script = ("scripts/first_light.py", *options, f"--rows={chosen}", *more)
     _, out = fake_gpu.program(library, folder, gpus, *script)
     says(out, f"{gpus} x NVIDIA H100 80GB HBM3")
     rows = re.findall(r"^\| (.+?) \| (ok|FAILED) \| (.*) \| \d+ \|$", out, re.MULTILINE)
@@ -90,3 +91,10 @@ def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path):
 @pytest.mark.parametrize(("gpus", "rows"), [(1, 17), (4, 20)])
 def test_all_rows_run_on_fake_gpus(fake_gpus, tmp_path, gpus, rows):
     assert run_on(fake_gpus, tmp_path, gpus, "") == rows
+
+
+@only_with_compile
+def test_the_comparison_runs_on_a_fake_gpu(fake_gpus, tmp_path):
+    """With this checkout as the earlier one."""
+    more = "--compare", f"--before={ROOT}"
+    assert run_on(fake_gpus, tmp_path, 1, "1b", *more) == 2 + bool(find_spec("torchtitan"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.gpu.fake_gpu import OPTIONS, Trace
@@ -60,6 +62,35 @@ def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag
         allocated, reserved = peaks(trace)
         assert abs(allocated - BLAS - planned) < 0.1 * MIB
         assert reserved > allocated
+
+
+DRIVER = """#!/bin/sh
+case $1 in
+  *=name) echo NVIDIA {name};;
+  *=memory.total) echo {mebibytes};;
+esac
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "mebibytes", "value"), [("H100", 81559, "never"), ("A100-SXM4", 40960, "default")]
+)
+def test_auto_gathers_again_only_where_keeping_does_not_fit(
+    train_on_gpus, tmp_path, monkeypatch, name, mebibytes, value
+):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(DRIVER.format(name=name, mebibytes=mebibytes))
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    argv = [*WIDE, "--model.overrides.n_layers=10"]
+    ran = train_on_gpus(tmp_path, 2, [*argv, "--parallelism.fsdp_reshard_after_forward=auto"])
+    says(ran.out, f'"auto" is "{value}": a step with "never" needs')
+    gathers = {"never": 12, "default": 22}[value]  # of ten blocks, the embedding and the head
+    for trace in ran.traces:
+        calls = [event.name for event in trace.step(2).of("collective")]
+        assert calls.count("all_gather") == gathers
+    assert 'after_forward = "auto"' in (ran.folder / "config.toml").read_text()
 
 
 @pytest.mark.long

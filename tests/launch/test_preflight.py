@@ -64,6 +64,28 @@ def test_more_processes_than_the_machine_has_memory_for_are_refused(monkeypatch)
         preflight.rank_bytes(job(TINY, 2), "cpu", 64)
 
 
+AUTO = "--parallelism.fsdp_reshard_after_forward=auto"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "device", "chosen"),
+    [
+        (1, [], "cuda", ("", "")),
+        (2, ["--parallelism.pipeline_parallel_degree=2"], "cuda", ("", "")),
+        (2, [], "cpu", ("default", "a CPU")),
+        (2, [], "cuda", ("default", "Abacus is unknown")),
+    ],
+)
+def test_auto_says_what_it_assumes_where_no_step_can_be_planned(
+    monkeypatch, ranks, more, device, chosen
+):
+    monkeypatch.setattr(preflight, "gpu_name", lambda: "Abacus")
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: 80 << 30)
+    value, why = preflight.choose_resharding(job([*TINY, AUTO, *more], ranks), device)
+    assert value == chosen[0]
+    says(why, chosen[1])
+
+
 KEPT = "parallelism.fsdp_keep_whole"
 
 

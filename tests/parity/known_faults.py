@@ -295,6 +295,11 @@ def parts_orthogonalized(whole, muon, weights, parts):
         part.copy_(orthogonalize(part))
 
 
+@fault("optim.state_store.OnHost.write", "dp2", "1", extra="state on host")
+def state_not_written(write, *call):
+    """state on the host is read and updated, but not written back"""
+
+
 @fault("train.guard.StepGuard.exchange", "dp3", "replicate4")
 def labels_per_rank(exchange, guard, valid_tokens, stop=False):
     """the loss is divided by the rank's valid tokens instead of the global count"""

@@ -30,6 +30,7 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "clip-by-local-norm": "norm of all gradients (p = 2)",
     "replicas-counted": "norm of all gradients (p = 2)",
     "parts-orthogonalized": "after 1 Muon step: layers.",
+    "state-not-written": "after 3 AdamW steps: ",
     "labels-per-rank": "gradient of ",
     "reduction-in-bf16": "gradient of ",
     "documents-mixed": "gradient of ",

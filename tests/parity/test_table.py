@@ -101,10 +101,13 @@ def test_a_further_layout_meets_every_choice_in_few_rows(layout):
 def test_the_default_runs_one_row_of_each_further_layout_and_of_inductor_and_beyond_runs_all():
     rows = rows_of()
     chosen, further = first_rows(rows), further_rows(rows)
-    layouts = without_experts(BEYOND)
+    layouts = ["dp2", INDUCTOR[0].layout, *without_experts(BEYOND)]
     of_further = [row.layout for number, row in chosen.items() if number in further]
-    assert of_further == [INDUCTOR[0].layout, *layouts]
-    assert {row.layout for row in further.values() if row not in INDUCTOR} == {*layouts}
+    assert of_further == layouts, "the first is of state on the host"
+    others = [row for row in further.values() if row not in INDUCTOR]
+    assert {row.layout for row in others if not row.extra} == {*without_experts(BEYOND)}
+    elsewhere = {(row.layout, row.extra) for row in others if row.extra}
+    assert elsewhere == {*product(("dp2", "1"), ("state on host", "state on disk"))}
     assert rows == {**chosen, **further}
     assert {*INDUCTOR} <= {*further.values()}
     assert not {row.layout for row in rows.values()} & ONLY_FULL.keys()

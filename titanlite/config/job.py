@@ -11,7 +11,7 @@ from titanlite.config.layout import Batch, Layout
 from titanlite.config.load import CommandLine, ConfigError, Loaded, load_config
 from titanlite.config.rules import data, lacks, parallel, pipeline, run
 from titanlite.config.rules.check import Check
-from titanlite.config.schema import KEYS, JobConfig, with_values
+from titanlite.config.schema import JobConfig, with_values
 from titanlite.config.stages import Stages
 from titanlite.registry import ModelDims, ModelSpec
 
@@ -21,7 +21,8 @@ class Job:
     """A valid config, with its layout, stages and model."""
 
     config: JobConfig
-    """The effective config: keys that have no effect have their defaults."""
+    """The effective config: keys that have no effect have their defaults, and "auto" is resolved.
+    """
     given: JobConfig
     """The config as given: written to files, and compared with other runs."""
     idle: dict[str, str]
@@ -72,11 +73,13 @@ def job_from(
     world: int | None,
     training: bool,
     device: str = "",
+    reshard: str = "",
 ) -> Job:
     """Return the job of a command line or a loaded config; raise ConfigError with all its faults.
 
     `world` is the number of ranks; None means the smallest that fits. With `training`, keys without
-    effect in training have their defaults. `device` is what job.device "auto" resolves to.
+    effect in training have their defaults. `device` is what job.device "auto" resolves to, and
+    `reshard` what parallelism.fsdp_reshard_after_forward "auto" does ("default" if empty).
     """
     loaded = source if isinstance(source, Loaded) else load_config(source)
     given = loaded.config
@@ -104,7 +107,8 @@ def job_from(
         for name, why in spec.idle(model).items():
             if f"model.overrides.{name}" in loaded.entries:
                 idle[f"model.overrides.{name}"] = why
-    config = resolved
+    unused = dict[str, str]()
     if training:
-        config = with_values(config, {key: KEYS[key].default for key in idle if key in KEYS})
+        unused = idle
+    config = lacks.resolve(resolved, unused, reshard)
     return Job(config, given, idle, layout, batch, spec, model, shape, stages)

@@ -60,7 +60,7 @@ def _reshards(config: Section) -> bool:
 
 def _gathers_again(config: Section) -> bool:
     settings = value_of(config, "parallelism")
-    stays = settings.fsdp_reshard_after_forward in ("default", "never")
+    stays = settings.fsdp_reshard_after_forward in ("default", "never", "auto")
     return settings.pipeline_parallel_degree == 1 or not stays
 
 
@@ -92,6 +92,13 @@ PIPELINE = Condition(
 )
 EVEN_STAGES = _off("parallelism.module_fqns_per_model_part")
 GATHERS_BY_GROUP = Condition("in a schedule that gathers whole stages", _gathers_by_group)
+AUTO_CHOOSES = Condition(
+    'for "auto" under pipeline parallel, where "default" is "never"',
+    lambda config: (
+        value_of(config, "parallelism.pipeline_parallel_degree") == 1
+        or value_of(config, "parallelism.fsdp_reshard_after_forward") != "auto"
+    ),
+)
 RESHARDS = Condition("in a schedule that gathers whole stages", _reshards)
 GATHERS_AGAIN = Condition(
     'under pipeline parallel without fsdp_reshard_after_forward "always"', _gathers_again

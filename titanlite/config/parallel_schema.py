@@ -6,6 +6,7 @@ from pydantic import Field
 
 from titanlite.config.needs import (
     ACCUMULATION,
+    AUTO_CHOOSES,
     BUDGET,
     CONTEXT,
     EVEN_STAGES,
@@ -56,11 +57,12 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts: some of those of dp_shard x cp x tp, the innermost first."""
     fsdp_reshard_after_forward: Annotated[
-        Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=MOST)],
-        Needs(SHARDING, RESHARDS),
+        Literal["default", "always", "never", "auto"] | Annotated[int, Field(ge=2, le=MOST)],
+        Needs(SHARDING, AUTO_CHOOSES, RESHARDS),
     ] = "default"
     """Free gathered parameters after the forward pass: default frees all but the last group's; a
-    number keeps them sharded over that many ranks."""
+    number keeps them sharded over that many ranks; auto is never where the plan of a step then fits
+    the GPU, and otherwise default."""
     fsdp_forward_prefetch: Annotated[Natural, Needs(SHARDING, GATHERS_BY_GROUP)] = 0
     """Groups to all-gather ahead in the forward pass; 0 is FSDP2's own order."""
     fsdp_backward_prefetch: Annotated[Natural, Needs(SHARDING, GATHERS_BY_GROUP, GATHERS_AGAIN)] = 0

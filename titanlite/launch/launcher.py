@@ -26,6 +26,7 @@ from titanlite.checkpoint.root import checkpoint_root
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import ConfigError, Loaded, load_config, parse_command_line
 from titanlite.config.options import KeysHelp
+from titanlite.config.resharding import describe_choice, is_to_choose
 from titanlite.config.schema import FaultSection
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.errors import INTERRUPTED, OK, REFUSED, RunFailed, UserError
@@ -37,7 +38,7 @@ from titanlite.launch.nodes import (
     prepare_imports,
     worker_environment,
 )
-from titanlite.launch.preflight import check_machine, file_faults
+from titanlite.launch.preflight import check_machine, choose_resharding, file_faults
 from titanlite.launch.stopping import CTRL_C, Stopped, Stopping
 from titanlite.launch.terminal import say
 from titanlite.observe import events
@@ -45,7 +46,7 @@ from titanlite.observe.console import rank_log
 from titanlite.observe.events import record_event
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
-from titanlite.runtime.rank_files import ATTEMPT, DEVICE, STOP_SIGNALS
+from titanlite.runtime.rank_files import ATTEMPT, DEVICE, RESHARD, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
@@ -127,10 +128,14 @@ def _check_and_run(argv: list[str]) -> int:
         return OK
     from titanlite.launch.workers import fork_server
 
+    reshard = choose_resharding(job, device)
     forks = fork_server(only_imports, prepared=prepared)
     try:
         stopping = Stopping(job.config)
-        return Launch(argv, loaded, job, nodes, device, processes, shown, stopping, forks).run()
+        launch = Launch(
+            argv, loaded, job, nodes, device, processes, shown, stopping, forks, reshard
+        )
+        return launch.run()
     except Stopped as stopped:  # before any worker started
         return _end_early(job, stopped.early)
 
@@ -185,6 +190,8 @@ class Launch:
     """The ranks whose output is shown."""
     stopping: Stopping
     forks: ForkServer | None
+    reshard: tuple[str, str]
+    """What parallelism.fsdp_reshard_after_forward "auto" stands for, and why."""
     moved: set[Path] | None = None
     """Folders in previous/ that this start has created; None until the dump folder is taken."""
     terminal: Terminal | None = None
@@ -219,6 +226,8 @@ class Launch:
             say("titanlite: no effect on 1 node: fault.rejoin_seconds")
         if self.nodes.rank == 0:
             lines = [*self.loaded.notices, self.job.no_effect_of(self.loaded.given)]
+            if is_to_choose(self.job):
+                lines.append(describe_choice(*self.reshard))
             for line in filter(None, lines):
                 say(f"titanlite: {line}")
         most = max_restarts(self.loaded, self.job, os.environ)
@@ -267,6 +276,7 @@ class Launch:
         environ = {
             DEVICE: self.device,
             ATTEMPT: str(attempt.number),
+            RESHARD: self._reshard_on(attempt.world),
             **worker_environment(self.nodes, self.processes, os.environ),
         }
         part = to_toml(attempt.config), attempt.ranks, attempt.world, node.address
@@ -292,6 +302,15 @@ class Launch:
             self.stopping.finish()
         failure = first_failure(exits, self.folder, private, socket.gethostname())
         return Ended(failure, over=bool(failure or reason))
+
+    def _reshard_on(self, world: int) -> str:
+        """Return what "auto" stands for on so many ranks; it was planned for all of them."""
+        value, _ = self.reshard
+        if value == "never" and world < self.job.layout.world:
+            value = "default"
+            if self.nodes.rank == 0:
+                say(f"titanlite: {describe_choice(value, f'not planned on {world} ranks')}")
+        return value
 
     def _open_terminal(self, attempt: Attempt) -> Terminal:
         from titanlite.launch.attempts import shown_here

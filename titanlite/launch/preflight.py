@@ -8,23 +8,26 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.status import look
+from titanlite.config.hardware_table import recognize
 from titanlite.config.job import Job
 from titanlite.config.load import ConfigError, ConfigFault, Entry, Loaded
 from titanlite.config.needs import is_streamed
 from titanlite.config.optimizer_state import place_of_state
+from titanlite.config.resharding import RESHARD, is_to_choose
 from titanlite.config.schema import JobConfig
 from titanlite.config.urls import is_url
 from titanlite.errors import UserError, first_line, format_bytes
-from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability
+from titanlite.launch.nodes import check_gpus, gpu_bytes, gpu_capability, gpu_name
 from titanlite.launch.start import check_start
 from titanlite.launch.terminal import say
 from titanlite.observe.run_folder import METRICS
 from titanlite.runtime.bucket import BucketError
+from titanlite.runtime.forks import in_a_fork
 
 if TYPE_CHECKING:
     from torch import nn
@@ -380,6 +383,37 @@ def _check_state(job: Job, find_static: Callable[[], dict[str, int]], processes:
             f'optimizer.state_on = "host": the state of {processes} ranks needs '
             f"{format_bytes(size)}, but this machine has {format_bytes(room)} besides the processes"
         )
+
+
+def choose_resharding(job: Job, device: str) -> tuple[str, str]:
+    """Return what parallelism.fsdp_reshard_after_forward "auto" stands for on this machine, and
+    why; both are empty if there is nothing to choose.
+    """
+    if not is_to_choose(job):
+        return "", ""
+    if device == "cpu":
+        return "default", "assumed on a CPU"
+    name = gpu_name() or "of this machine"
+    known = recognize(name, gpu_bytes())
+    if not known:
+        return "default", f"assumed, since the GPU {name} is unknown"
+    planned = in_a_fork(partial(_plan_resharding, job, known))
+    if planned is None:
+        return "default", "assumed, since planning failed"
+    return planned[0], planned[1]
+
+
+def _plan_resharding(job: Job, gpu: str) -> tuple[str, str]:
+    """Plan for a known GPU, in a fork, since a rehearsal starts threads."""
+    from titanlite.observe.progress import waiting
+    from titanlite.planner.hardware import load_hardware
+    from titanlite.planner.resharding import choose
+
+    try:
+        with waiting(f'planning {RESHARD} "never"'):
+            return choose(job, load_hardware(gpu))
+    except Exception as error:  # a model that cannot be rehearsed may still be trained
+        return "default", f"assumed, since planning failed: {first_line(error)}"
 
 
 def _state_size(job: Job, parts: list[nn.Module], table: ParameterTable, element_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanlite.config.job import Job
 from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS
+from titanlite.config.resharding import describe_choice, is_to_choose
 from titanlite.errors import UserError, format_bytes
 from titanlite.observe.throughput import TokenFlops, flops_per_token
 from titanlite.parallel import fsdp
@@ -17,6 +18,7 @@ from titanlite.parallel.build import build_model
 from titanlite.planner.depth import fullest, plan_ranks
 from titanlite.planner.hardware import GIB, Hardware, with_source
 from titanlite.planner.record import KINDS, Totals
+from titanlite.planner.resharding import kept_gathered, verdict
 from titanlite.planner.speed import ASSUMED, Speed, is_compiled, ranks_in_a_node, speed_of_job
 
 VERSION = 2
@@ -63,6 +65,8 @@ class Plan:
     """The peak if all ranks receive equally many."""
     ranks: Sequence[Totals] = ()
     """The totals of each rank of a pipeline; `totals` are those of the fullest one."""
+    resharding: str = ""
+    """What parallelism.fsdp_reshard_after_forward "auto" stands for, and why."""
 
     @property
     def fits(self) -> bool:
@@ -140,6 +144,7 @@ class Plan:
                 "tokens_per_step": speed.tokens,
                 "recompute": config.activation_checkpoint.mode,
                 "compile": is_compiled(self.job),
+                "resharding": self.resharding,
             },
             "hardware": asdict(self.hardware),
             "memory": {
@@ -181,6 +186,16 @@ class Plan:
 def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float = 1) -> Plan:
     """Rehearse a job's step."""
     ranks = plan_ranks(job)
+    resharding = ""
+    if is_to_choose(job):
+        kept = kept_gathered(job)
+        of_kept = plan_ranks(kept)
+        value, why = verdict(fullest(of_kept).peak, hardware)
+        why += f'; with "default" it needs {format_bytes(fullest(ranks).peak)}'
+        resharding = describe_choice(value, why)
+        if value == "never":
+            job = kept
+            ranks = of_kept
     balanced_peak = fullest(ranks).peak
     if imbalance > 1:
         if not job.shape.experts:
@@ -192,7 +207,16 @@ def make_plan(job: Job, hardware: Hardware, tokens: float = 0, imbalance: float 
     if job.layout.pp > 1:
         of_pipeline = ranks
     return Plan(
-        job, hardware, fullest(ranks), speed, flops, tokens, imbalance, balanced_peak, of_pipeline
+        job=job,
+        hardware=hardware,
+        totals=fullest(ranks),
+        speed=speed,
+        flops_per_token=flops,
+        tokens=tokens,
+        imbalance=imbalance,
+        balanced_peak=balanced_peak,
+        ranks=of_pipeline,
+        resharding=resharding,
     )
 
 

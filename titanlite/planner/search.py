@@ -19,6 +19,7 @@ from titanlite.config.layout import divisors
 from titanlite.config.load import ConfigError, Loaded
 from titanlite.config.optimizer_state import place_of_state
 from titanlite.config.pipeline_order import bubble
+from titanlite.config.resharding import RESHARD
 from titanlite.config.schema import with_values
 from titanlite.config.section import value_of
 from titanlite.observe.progress import track
@@ -42,7 +43,6 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
 MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 GLOBAL = "training.global_batch_size"
 RECOMPUTE = "activation_checkpoint.mode"
-RESHARD = "parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "quantize.linear.float8.enable"
 
 RECOMPUTE_MODES = ("full", "selective", "none")

@@ -38,7 +38,7 @@ def heading(plan: Plan) -> tuple[str, str, str]:
         f"x data-parallel {batch.data_parallel} x accumulation {batch.accumulation}; "
         f"recompute {config.activation_checkpoint.mode}",
         f"{verdict}: a step needs {plan.totals.peak / GIB:.2f} GiB, in {plan.totals.moment}; "
-        f"{usable}, {rest}{_flushes(plan)}",
+        f"{usable}, {rest}{_flushes(plan)}{_resharding(plan)}",
     )
 
 
@@ -52,6 +52,10 @@ def _flushes(plan: Plan) -> str:
         expected = "No allocator cache flushes expected"
     needs = f"needs up to {plan.without_flushes / GIB:.2f} GiB"
     return f"\n{expected}: PyTorch's caching allocator {needs}"
+
+
+def _resharding(plan: Plan) -> str:
+    return f"\n{plan.resharding}" if plan.resharding else ""
 
 
 def tables(plan: Plan) -> Iterator[Table]:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of Linux."""
@@ -36,6 +36,7 @@ _SIGNALS = (
 )
 """The signals that titanlite handles."""
 
+T = TypeVar("T")
 Task = Callable[[], None]
 """What a new process runs, with its arguments in sys.argv; the process ends when this returns."""
 
@@ -114,16 +115,21 @@ class ForkServer:
             raise
 
 
-def in_a_fork(function: Callable[[], bool]) -> bool:
-    """Call a function in a fork and return its result, so that what it starts stays out of this
-    process.
+def in_a_fork(function: Callable[[], T]) -> T | None:
+    """Call a function in a fork and return its result, which JSON can hold, or None if it fails, so
+    that what it starts stays out of this process.
     """
+    read, write = os.pipe()
     child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1] == 0
-    with suppress(BaseException):
-        os._exit(not function())
-    os._exit(1)
+    if not child:
+        with suppress(BaseException):
+            os.write(write, json.dumps(function()).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        answer = file.read()
+    os.waitpid(child, 0)
+    return json.loads(answer) if answer else None
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -13,7 +13,10 @@ log file.
 """
 RESOLVED_CONFIG = "TITANLITE_CONFIG"
 DEVICE = "TITANLITE_DEVICE"
-"""Environment variables with the path of the checked config for the workers, and the device."""
+RESHARD = "TITANLITE_RESHARD"
+"""Environment variables with the path of the checked config for the workers, and what "auto" stands
+for in job.device and in parallelism.fsdp_reshard_after_forward.
+"""
 ATTEMPT = "TITANLITE_ATTEMPT"
 """Environment variable with the number of the attempt, from 1; each has its own keys in the store.
 """

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.job import Job
+from titanlite.config.resharding import RESHARD
+from titanlite.config.schema import with_values
 from titanlite.config.toml import to_toml, toml_differences
 from titanlite.data.fingerprint import fingerprint
 from titanlite.errors import UserError, counted, format_bytes
@@ -92,7 +94,9 @@ def facts_of(job: Job, rank: RankInfo, device: torch.device, machine: str = "") 
     folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     system = os.statvfs(folder)
     paths = r"^(dump_folder|hf_assets_path|dataset_path) = .*$"
-    config = re.sub(paths, "", to_toml(job.given), flags=re.MULTILINE)
+    chosen = job.config.parallelism.fsdp_reshard_after_forward  # "auto" by each node's GPUs
+    config = to_toml(with_values(job.given, {RESHARD: chosen}))
+    config = re.sub(paths, "", config, flags=re.MULTILINE)
     if rank.world > 1:
         dist.barrier()
     return RankFacts(

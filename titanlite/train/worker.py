@@ -18,6 +18,7 @@ from titanlite.checkpoint import status
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.config.job import Job, job_from
 from titanlite.config.load import load_config, parse_command_line
+from titanlite.config.resharding import describe_choice, is_to_choose
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import to_toml
 from titanlite.errors import FAILED, OK, RunFailed, UserError, first_line, print_notice, remedy
@@ -32,7 +33,7 @@ from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ra
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.page import OWN_PAGE, EarlyExit
 from titanlite.runtime.parent import exit_with_parent
-from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESOLVED_CONFIG
+from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESHARD, RESOLVED_CONFIG
 from titanlite.runtime.store import LocalPath
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.prepared import Prepared
@@ -66,10 +67,7 @@ def main(
         else:
             check_torch()  # otherwise the launcher did this
         rank = rank_info(environ)
-        loaded = load_config(parse_command_line(argv, environ))
-        choice = environ[DEVICE] if LAUNCHED in environ else loaded.config.job.device
-        device = pick_device(choice, rank.local_rank)
-        job = job_from(loaded, world=rank.world, training=True, device=device.type)
+        job, device = _find_job(argv, environ, rank)
         if task:
             task(job, rank, environ)
             return OK
@@ -90,6 +88,23 @@ def main(
         write_error_file(error, environ)
         traceback.print_exc()
         return 1
+
+
+def _find_job(
+    argv: list[str], environ: Mapping[str, str], rank: RankInfo
+) -> tuple[Job, torch.device]:
+    """Return the job of a command line and this rank's device; a launcher has chosen what "auto"
+    stands for.
+    """
+    loaded = load_config(parse_command_line(argv, environ))
+    choice = loaded.config.job.device
+    reshard = ""
+    if LAUNCHED in environ:
+        choice = environ[DEVICE]
+        reshard = environ.get(RESHARD, "")
+    device = pick_device(choice, rank.local_rank)
+    job = job_from(loaded, world=rank.world, training=True, device=device.type, reshard=reshard)
+    return job, device
 
 
 def _in_one_line(error: BaseException) -> BaseException:
@@ -152,6 +167,10 @@ def run(
             log.info(finished or notice)
         if finished:
             return OK
+        if is_to_choose(job) and LAUNCHED not in environ:
+            log.info(
+                describe_choice("default", "assumed without titanlite's launcher, which plans")
+            )
         if config.job.print_config:
             log.info(to_toml(job.given))
         heart = Heart(config, rank, environ, on_stop=stop.ask, asked=lambda: stop.reason)

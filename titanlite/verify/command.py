@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.options import declare, positive_int
 from titanlite.errors import UserError, counted
 from titanlite.observe.progress import track
-from titanlite.verify.model_under_test import ModelUnderTest, read_model
+from titanlite.registry import get_optimizer
+from titanlite.verify.model_under_test import ModelUnderTest, build_job, read_model
 from titanlite.verify.table import (
     BEYOND,
     EXTRA,
@@ -60,8 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--model NAME": "same as --model.name (default flavor: the one to debug with)",
         "--full": "every layout with every recomputation, accumulation and variant; "
         "continues where a stopped run ended",
-        "--beyond": "all rows of the further layouts and of inductor; "
-        "without options only the first of each runs",
+        "--beyond": "all rows of the further layouts, of inductor, and of optimizer state on the "
+        "host or a disk; without options only the first of each runs",
         "--out FILE.md": ("page of --full (default: parity-MODEL.md)", Path),
         "--device NAME": "cpu or cuda: run a table in float32 and bfloat16 on it, and compare with "
         "float64 on a CPU",
@@ -110,8 +111,8 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
 
 
 def first_rows(rows: NumberedRows) -> NumberedRows:
-    """Return the rows that run without options, among them only the first of each further layout
-    and of inductor.
+    """Return the rows that run without options, among them only the first of each further layout,
+    of inductor, and of state elsewhere.
     """
     first = {_further(row): number for number, row in reversed(rows.items())}
     found = {}
@@ -122,12 +123,16 @@ def first_rows(rows: NumberedRows) -> NumberedRows:
 
 
 def further_rows(rows: NumberedRows) -> NumberedRows:
-    """Return all rows of the further layouts and of inductor."""
+    """Return all rows of the further layouts, of inductor, and of state elsewhere."""
     return {number: row for number, row in rows.items() if _further(row)}
 
 
 def _further(row: Row) -> str:
-    """Return the expensive group of a row (a further layout, or inductor), or an empty string."""
+    """Return the group of a row of which one is enough without options (a further layout, inductor,
+    or state elsewhere), or an empty string.
+    """
+    if row.extra.startswith("state on"):
+        return "state"
     if row.extra:
         return ""
     if row.layout in BEYOND:
@@ -187,7 +192,11 @@ def _choices(model: ModelUnderTest, layouts: Iterable[str]) -> Choices:
 
 
 def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
+    config = build_job(model.command_line(Row("1"), Path()), 1).config
+    streams = get_optimizer(config.optimizer.name, config.model.package).elementwise
     has: dict[str, Any] = {
+        "state on host": streams,
+        "state on disk": streams,
         "imported": model.spec.hf and not model.spec.adapters,  # no folder has adapters
         "kept whole": model.kept_whole,
         "large": any("vocab_size" in override for override in model.overrides),

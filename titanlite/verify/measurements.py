@@ -19,6 +19,7 @@ from titanlite.data.loader import MicroBatch
 from titanlite.data.packing import IGNORED
 from titanlite.errors import counted
 from titanlite.parallel.expert_parallel import routers
+from titanlite.registry import get_optimizer
 from titanlite.verify.table import SAMPLES, STEPS
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-1, "pure bf16": 1e-1}
@@ -58,10 +59,11 @@ def with_optimizer(config: JobConfig, name: str) -> JobConfig:
     rounding, such as a key bias's under softmax, moves its weight by the whole learning rate, in
     the direction of the rounding error; 1e-3, about the size of the gradients here, keeps errors
     about as large as they were."""
-    plain = {}
+    settings: dict[str, Any] = {"name": name, "eps": 1e-3}
     if name == "SGD":
-        plain = {"implementation": "for-loop", "weight_decay": 0.0}
-    settings = {"name": name, "eps": 1e-3, **plain}
+        settings |= {"implementation": "for-loop", "weight_decay": 0.0}
+    if not get_optimizer(name, config.model.package).elementwise:
+        settings["state_on"] = "device"
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=settings)})
 
 

@@ -119,6 +119,8 @@ class ModelUnderTest:
         ]
         if self.device:
             line.append(f"--job.device={self.device}")
+        if row.extra == "state on disk":
+            line.append(f"--optimizer.state_folder={folder}")
         if row.extra == "imported":
             line.append(f"--checkpoint.initial_load_path={folder / IMPORTED}")
         return line

@@ -1,10 +1,11 @@
 """Keys whose needs are not met: they are refused, or have no effect."""
 
+from collections.abc import Iterable
 from itertools import chain
 
 from titanlite.config.layout import Batch, Layout
 from titanlite.config.rules.check import Check, Refusals
-from titanlite.config.schema import NEEDS, JobConfig, is_set
+from titanlite.config.schema import KEYS, NEEDS, JobConfig, is_set, with_values
 from titanlite.config.section import Condition, MeshCondition, Needs
 
 
@@ -45,3 +46,11 @@ def idle_keys(config: JobConfig, layout: Layout, batch: Batch) -> dict[str, str]
                 idle[key] = lack
                 break
     return idle
+
+
+def resolve(config: JobConfig, idle: Iterable[str], reshard: str) -> JobConfig:
+    """Return a config with the defaults of idle keys, and with what "auto" stands for."""
+    values = {key: KEYS[key].default for key in idle if key in KEYS}
+    if config.parallelism.fsdp_reshard_after_forward == "auto":
+        values.setdefault("parallelism.fsdp_reshard_after_forward", reshard or "default")
+    return with_values(config, values)
