@@ -1,4 +1,7 @@
-"""parallelism.fsdp_reshard_after_forward "auto", which is resolved for each start. No torch."""
+"""parallelism.fsdp_reshard_after_forward "auto", which is resolved for each start.
+
+Imports no torch.
+"""
 
 from titanlite.config.job import Job
 
