@@ -1,6 +1,5 @@
 """A run that loses a rank, a process or a node goes on by itself, or says why it does not."""
 
-import json
 import os
 import re
 import signal
@@ -120,19 +119,6 @@ def test_a_request_to_a_rank_that_only_starts_stops_every_node(tmp_path):
     for out in outputs(nodes, STOPPED):
         says(out, "SIGTERM", "starting")
         assert "restart" not in out and "Traceback" not in out
-
-
-@pytest.mark.long
-def test_a_lost_node_is_left_behind_where_fewer_are_enough(tmp_path):
-    argv = [*SLOW, "--fault.min_nodes=1", "--fault.rejoin_seconds=3"]
-    first, second = start_nodes(argv, tmp_path)
-    saved(tmp_path, 10, first)
-    lose(second)
-    went_on(tmp_path, first)
-    first.send_signal(signal.SIGINT)
-    (out,) = outputs([first], 130)
-    says(out, "NODE_RANK=1", "restart 1 of 3")
-    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
 
 
 @pytest.mark.long

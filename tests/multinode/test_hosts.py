@@ -2,6 +2,7 @@
 to them.
 """
 
+import json
 import re
 
 import pytest
@@ -52,4 +53,5 @@ def test_a_run_goes_on_without_a_host_that_lost_its_power_and_no_loss_changes(
     finish(nodes[1])
     assert code == 0, out
     says(out, "NODE_RANK=1", "restart 1 of 3")
+    assert json.loads((two / "environment.json").read_text())["world_size"] == 1
     assert losses(two) == pytest.approx(run(argv, tmp_path / "one").losses, rel=1e-9)

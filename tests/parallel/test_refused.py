@@ -4,7 +4,7 @@ legal.
 
 import pytest
 
-from tests.jobs import QUIET, TINY, job
+from tests.jobs import PARROT, TINY, job
 from tests.messages import refused
 from tests.parallel.rows import (
     CP,
@@ -25,7 +25,6 @@ SEQUENCE, VALIDATION = "--training.seq_len=", "--validation.enable --validation.
 HEADS, FLOAT8 = "--model.overrides.n_kv_heads=1", "--quantize.linear.float8.enable"
 CP3 = "--parallelism.context_parallel_degree=3"
 ROTATE = "--parallelism.context_parallel_rotate_method="
-PARROT = [*QUIET, "--model.package=parrot", "--model.name=parrot", "--model.flavor=small"]
 COMPILE = "set compile.enable"
 ROWS = [
     # Context parallel.

@@ -18,7 +18,7 @@ from tests.launch.nodes import cluster
 from tests.messages import says
 from tests.runs import command, descendants, environment, finish, start
 from titanlite.runtime.cluster import RankInfo
-from titanlite.tools.doctor import pressure, shown_variables, strain
+from titanlite.tools.doctor import shown_variables, strain
 
 PLAIN = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -60,12 +60,6 @@ def test_the_doctor_prints_the_ranks_and_their_network_shows_no_secret_and_leave
         r"nothing looks wrong|warning: .*",
     ):
         assert re.search(rf"(?m)^({line})$", out), line
-
-
-def test_the_machine_is_described_by_its_load_shared_memory_and_open_files():
-    assert re.fullmatch(
-        r"load \d+\.\d of \d+ CPUs, \S+ \S+ free in /dev/shm, ulimit -n \d+", pressure()
-    )
 
 
 def test_a_busy_host_is_named_once(monkeypatch):

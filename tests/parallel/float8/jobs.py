@@ -17,12 +17,8 @@ from tests.parallel.rows import SAMPLES, TP
 _FIELDS = "dim=64 n_layers=2 n_heads=4 n_kv_heads=2 hidden_dim=128".split()
 EVERY_LAYER = "--quantize.linear.float8.filter_fqns=[]"
 WIDE = [*QUIET, EVERY_LAYER, *(f"--model.overrides.{field}" for field in _FIELDS)]
-GPT2 = [
-    *QUIET,
-    EVERY_LAYER,
-    "--model.name=gpt2",
-    *(f"--model.overrides.{f}" for f in "dim=64 n_layers=2 n_heads=4 dropout=0.0".split()),
-]
+GPT2 = [*rows.GPT2, EVERY_LAYER]
+GPT2 += [f"--model.overrides.{field}" for field in "dim=64 n_heads=4 dropout=0.0".split()]
 FLOAT8 = "--quantize.linear.float8.enable"
 EMULATED = "--quantize.linear.float8.emulate"
 FILTER = "--quantize.linear.float8.filter_fqns="
