@@ -41,7 +41,7 @@ from_wheel() {
         (cd "$logs" && venv/bin/titanlite train --config debug.toml --training.steps 2)
 }
 
-step commands "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder --nightly -o faulthandler_timeout=3000
+step commands "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nightly -o faulthandler_timeout=3000
 step plans env TITANLITE_DRAWS=100 TITANLITE_SEED="$seed" "$python" -m pytest -n 4 tests/planner/test_random.py
 step compiled ./scripts/test_fake_gpu.sh --compile
 step verify "$python" -m titanlite verify --model llama3 --beyond
