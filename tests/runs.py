@@ -215,9 +215,18 @@ def rank_pids(launcher: subprocess.Popen) -> dict[int, int]:
     # glob.glob passes by the folders of other runs that end just now; Path.glob raises there
     for file in glob.glob(f"{tempfile.gettempdir()}/titanlite-*/*.{PAGE}"):
         page = read_page(Path(file))
-        if page and page.pid in family:
+        # A killed run leaves its pages, and another process may get its number.
+        if page and page.pid in family and file in _mapped(page.pid):
             found[int(Path(file).stem)] = page.pid
     return found
+
+
+def _mapped(pid: int) -> str:
+    """Return the files that a process has mapped; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def rank_pid(launcher: subprocess.Popen, rank: int, seconds: float = 60) -> int:

@@ -14,6 +14,7 @@ from tests.parallel.rows import EVEN, HSDP, PP, TP, watching
 from tests.runs import run
 from titanlite.checkpoint import source
 from titanlite.errors import RunFailed
+from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.replica_check import check_replicas, content_hash
 from titanlite.verify.pool import RankFailed
 
@@ -144,7 +145,7 @@ def load_differently(argv: list[str], folder: str, name: str) -> None:
         restore(*args)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
-                args[2].tensors()[name].to_local().view(-1)[0] += 1
+                local_part(args[2].tensors()[name]).view(-1)[0] += 1
 
     with patch.object(source, "restore", restore_differently):
         trainer([*argv, "--checkpoint.enable"], folder)
