@@ -9,7 +9,7 @@ data with the same optimizer and initial values, step by step in turn in the sam
 must have the same losses. The time of a clock and the processor time are compared; other work on
 the machine disturbs the latter less. A step of the Trainer includes all that its loop does between
 two plain steps: data, logging, and checks of due work. Then each runs without the other to measure
-its peak memory. With --replicas nothing is sharded: HSDP with a shard degree of 1 against
+its peak memory. With --replicas nothing is sharded: replicas alone against
 DistributedDataParallel."""
 
 from __future__ import annotations
