@@ -77,13 +77,6 @@ def test_variables_that_may_be_secret_are_not_shown():
     assert found == [f"{name}={value}" for name, value in expected.items()]
 
 
-def test_the_doctor_refuses_a_wrong_config_before_anything_starts(tool, monkeypatch):
-    monkeypatch.setenv("NGPU", "2")
-    out = tool("doctor", *TINY, "--training.stepz=1", code=2)
-    says(out, "training.steps?")
-    assert "environment of" not in out
-
-
 @pytest.mark.long
 def test_a_rank_that_hangs_under_the_doctor_is_named_with_its_stack_and_no_file_is_left(tmp_path):
     argv = [*INJURED, "--comm.init_timeout_seconds=30"]
