@@ -18,7 +18,6 @@ import pytest
 from tests.jobs import TINY, job, keeping_log, run_to_end
 from tests.messages import refused, says
 from tests.runs import losses
-from titanlite.cli import main
 from titanlite.observe import trackers
 from titanlite.observe.run_folder import RUN_ID
 from titanlite.registry import SinkSpec, get_sink, register_sink
@@ -157,8 +156,3 @@ def test_a_package_registers_its_own_tracker(tmp_path, monkeypatch):
         run | {"step": 3, "lr": 0.5},
         run | {"step": None, "state": "stopped", "last_step": 3},
     ]
-
-
-def test_an_unknown_tracker_is_one_line(capsys):
-    assert main(["config", '--metrics.sinks=["wandbb"]']) == 2
-    says(capsys.readouterr().err, "metrics.sinks", '"wandbb"', "mean wandb?")
