@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 
 from tests.checkpoint.saved import empty_step
 from tests.jobs import TEXT, TINY, job
-from tests.launch.nodes import rendezvous, start_tasks, trained
+from tests.launch.nodes import outputs, rendezvous, start_tasks, trained
 from tests.messages import refused, says
 from tests.runs import (
     ROOT,
@@ -29,8 +28,10 @@ from tests.runs import (
     environment,
     finish,
     left_over,
+    python,
     records,
     run,
+    signal_all,
     start,
 )
 from tests.tools.conftest import record, write
@@ -40,6 +41,7 @@ from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.config.toml import to_toml
 from titanlite.errors import FAILED, REFUSED, STOPPED, RunFailed
+from titanlite.fault.inspection import wait_until
 from titanlite.launch import preflight
 from titanlite.launch.failure import Exit, first_failure
 from titanlite.launch.launcher import Launch, _end_early, _of_another_run, _put_back
@@ -364,13 +366,10 @@ def test_a_stop_after_the_last_step_promises_no_further_one(capsys):
 @pytest.mark.long
 def test_ctrl_c_while_the_ranks_start_is_one_line(tmp_path):
     process = start([*TINY, "--training.steps=100000"], tmp_path, NGPU="2")
-    deadline = time.monotonic() + 60
-    while len(family := descendants(process.pid)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(descendants(process.pid)) > 1, 60)
     time.sleep(0.5)
-    for pid in (process.pid, *family):
-        with suppress(ProcessLookupError):  # a helper of the start that is done
-            os.kill(pid, signal.SIGINT)
+    family = descendants(process.pid)
+    signal_all(process, signal.SIGINT)
     code, out = finish(process)
     assert code == 130 and "Traceback" not in out and left_over(family) == []
     assert re.match(r"titanlite: stopped at step \d+ of 100000; ", out.splitlines()[-1]), out
@@ -439,8 +438,8 @@ def test_a_closed_console_does_not_end_the_run(tmp_path):
 def test_a_second_run_in_a_folder_is_refused_without_the_launcher_too(tmp_path):
     """Every task exits, not only the one with rank 0."""
     lock.take(tmp_path / lock.RUN_LOCK, "the folder")
-    for code, out in map(finish, start_tasks(TINY, tmp_path, **rendezvous())):
-        assert code == REFUSED and "Traceback" not in out
+    for out in outputs(start_tasks(TINY, tmp_path, **rendezvous()), REFUSED):
+        assert "Traceback" not in out
         says(out, f"pid {os.getpid()} on ")
     assert [path.name for path in tmp_path.iterdir()] == [lock.RUN_LOCK]
 
@@ -519,7 +518,7 @@ def test_help_config_models_plots_and_the_import_of_load_need_no_torch(tmp_path)
         "    assert part in out.getvalue(), line\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = shell(shlex.join([sys.executable, "-c", code]))
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

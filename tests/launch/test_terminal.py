@@ -9,7 +9,6 @@ import pty
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.runs import ROOT, environment, finish, popen, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load_config, parse_command_line
+from titanlite.fault.inspection import wait_until
 from titanlite.launch.terminal import NOTICES, Follower, Terminal, note
 from titanlite.observe.console import colored, open_log, rank_log, shortened
 from titanlite.runtime.cluster import shown_ranks
@@ -171,10 +171,8 @@ def test_progress_goes_on_after_a_loss_that_was_not_finite_and_is_no_wider_than_
     record = {"step": 3, "loss": None, "step_seconds": 1, "tps": 5}
     (tmp_path / "metrics").write_text(json.dumps(record) + "\n")
     (tmp_path / "log").write_text(f"mesh       {'words ' * 20}\n")
-    deadline = time.monotonic() + 20
     with Terminal({0: tmp_path / "log"}, tmp_path / "metrics", 9, color=False):
-        while "step 3/9" not in shown.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: "step 3/9" in shown.getvalue(), 20)
     says(shown.getvalue(), "step 3/9", "not finite")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", shown.getvalue())
     assert ("5 tokens/s" in plain) == (columns == 160)

@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.jobs import MOE, TINY, files_of_at_most, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.optim.test_update import require_skips
-from tests.runs import ROOT, environment
+from tests.runs import python
 from titanlite.config.schema import config_of
 from titanlite.errors import RunFailed
 from titanlite.launch import preflight
@@ -215,8 +214,7 @@ print((most[0] - before) / (8 * sum(parameter.numel() for parameter in parameter
 @pytest.mark.long
 def test_a_tenth_of_the_state_is_in_memory(disk):
     """Of 416 MB."""
-    command = [sys.executable, "-c", MEASURED, disk]
-    found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    found = python("-c", MEASURED, disk)
     assert found.returncode == 0, found.stderr
     assert 0 < float(found.stdout) <= 0.1
 

@@ -3,8 +3,6 @@ settings.
 """
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from tests.parallel.rows import (
     own_batches,
     watching,
 )
-from tests.runs import environment, finish, records, run, start
+from tests.runs import finish, python, records, run, start
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
@@ -202,9 +200,7 @@ def test_config_command_prints_the_schedule_without_torch():
         "import sys, titanlite.cli as c; "
         f"c.main('config --schedule {PREFETCH}'.split()); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
-    )
+    done = python("-c", code)
     assert done.returncode == 0 and "  layers.1 gathers layers.2, layers.3" in done.stdout
 
 
