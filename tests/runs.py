@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,14 @@ def python(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         command, env=environment(), cwd=folder, capture_output=True, text=True, check=False
     )
+
+
+def write_example(package: str, folder: Path) -> None:
+    """Write the files of a package that docs/extending.md shows."""
+    page = (ROOT / "docs/extending.md").read_text()
+    (folder / package).mkdir()
+    for name, code in re.findall(rf"```python\n# ({package}/\S+)\n(.*?)```", page, re.DOTALL):
+        (folder / name).write_text(code)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,12 @@ SIZE = (
 ).split()
 
 
+def planned_peak(argv: list[str], gpus: int) -> int:
+    """Return the bytes that are planned for a step on fake GPUs."""
+    line = parse_command_line([*OPTIONS, *argv], {})
+    return plan_step(job_from(line, world=gpus, training=True, device="cuda")).peak
+
+
 def peaks(trace: Trace) -> tuple[int, int]:
     """Return the most bytes that a rank's tensors took, and that its allocator reserved."""
     (mark,) = [event.name for event in trace.of("mark") if event.name.startswith("peak")]
@@ -56,8 +62,7 @@ def test_the_allocator_takes_what_hardware_toml_says(train_on_gpus, tmp_path, gp
 )
 def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag):
     argv = [*SIZE, flag]
-    line = parse_command_line([*OPTIONS, *argv], {})
-    planned = plan_step(job_from(line, world=2, training=True, device="cuda")).peak
+    planned = planned_peak(argv, 2)
     for trace in train_on_gpus(tmp_path, 2, argv).traces:
         allocated, reserved = peaks(trace)
         assert abs(allocated - BLAS - planned) < 0.1 * MIB
