@@ -169,6 +169,14 @@ def python(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]
     )
 
 
+def put_driver(folder: Path, script: str, monkeypatch: Any) -> None:
+    """Put a stand-in for nvidia-smi in a folder, which comes first on the path."""
+    driver = folder / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\n{script}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 def write_example(package: str, folder: Path) -> None:
     """Write the files of a package that docs/extending.md shows."""
     page = (ROOT / "docs/extending.md").read_text()

@@ -430,11 +430,8 @@ IN_HF_TOO = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
 
 def fails_at_the_end(folder: str) -> str:
     """Return what a run says on this rank whose last export fails."""
-
-    def full_disk(path: LocalPath, tensors: dict[str, torch.Tensor]) -> None:
-        raise OSError(28, "full")
-
-    with patch.object(export_module, "write", full_disk), pytest.raises(RunFailed) as error:
+    full_disk = patch.object(export_module, "write", side_effect=OSError(28, "full"))
+    with full_disk, pytest.raises(RunFailed) as error:
         run_to_end(IN_HF_TOO, folder)
     return str(error.value)
 

@@ -83,12 +83,6 @@ def saved(folder: LocalPath, step: int, launcher: subprocess.Popen) -> None:
     wait_for(folder / f"checkpoint/step-{step}", launcher, 200)
 
 
-def went_on(folder: LocalPath, launcher: subprocess.Popen) -> None:
-    """Wait until the second attempt has saved."""
-    wait_for(folder / "logs/attempt-1", launcher, 200)
-    saved(folder, committed(folder / "checkpoint")[-1] + 6, launcher)
-
-
 def split(nodes: list[subprocess.Popen]) -> tuple[subprocess.Popen, subprocess.Popen]:
     """Return the node with rank 1, and the spare one."""
     first, second = sorted(nodes[1:], key=lambda node: 1 not in rank_pids(node))
@@ -147,7 +141,8 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     second.kill()
     second.wait()
     again = start(SLOW, tmp_path, NODE_RANK="1", **variables)
-    went_on(tmp_path, first)
+    wait_for(tmp_path / "logs/attempt-1", first, 200)
+    saved(tmp_path, committed(tmp_path / "checkpoint")[-1] + 6, first)
     third = start(SLOW, tmp_path, NODE_RANK="1", **variables)
     (out,) = outputs([third], REFUSED)
     says(out, "two launchers", "NODE_RANK=1")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.gpu.fake_gpu import OPTIONS, Trace
 from tests.messages import says
 from tests.planner.steps import H100, plan_step
+from tests.runs import put_driver
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.errors import FAILED
@@ -69,8 +68,7 @@ def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag
         assert reserved > allocated
 
 
-DRIVER = """#!/bin/sh
-case $1 in
+DRIVER = """case $1 in
   *=name) echo NVIDIA {name};;
   *=memory.total) echo {mebibytes};;
 esac
@@ -84,10 +82,7 @@ esac
 def test_auto_gathers_again_only_where_keeping_does_not_fit(
     train_on_gpus, tmp_path, monkeypatch, name, mebibytes, value
 ):
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text(DRIVER.format(name=name, mebibytes=mebibytes))
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    put_driver(tmp_path, DRIVER.format(name=name, mebibytes=mebibytes), monkeypatch)
     argv = [*WIDE, "--model.overrides.n_layers=10"]
     ran = train_on_gpus(tmp_path, 2, [*argv, "--parallelism.fsdp_reshard_after_forward=auto"])
     says(ran.out, f'"auto" is "{value}": a step with "never" needs')

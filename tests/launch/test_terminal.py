@@ -53,9 +53,8 @@ def width(monkeypatch) -> int:
 # ---------------------------------------------------------------- the width
 
 
-def is_typed(line: str) -> bool:
-    """Whether a line is a command or a key with its default, which must stay whole to be copied."""
-    return line.startswith(("  titanlite ", "  NGPU=", "example: ", "usage: ", "  --"))
+TYPED = "  titanlite ", "  NGPU=", "example: ", "usage: ", "  --"
+"""How commands and keys with defaults begin, which must stay whole to be copied."""
 
 
 def printed(argv: list[str], **environ: str) -> str:
@@ -76,7 +75,7 @@ def test_a_page_of_help_is_as_wide_as_the_terminal(command, width, capsys):
         table = page[page.index("\n  config ") :].splitlines()
         column = table[1].index("print")
         assert table[2].startswith(f"{' ' * column}schema"), "its last column breaks"
-    lines = [line for line in page.splitlines() if not is_typed(line)]
+    lines = [line for line in page.splitlines() if not line.startswith(TYPED)]
     assert len(lines) > 10
     whole = [line for line in lines if len(line) > width]
     assert not [line for line in whole if len(line.split()) > 1], "one long word is not broken"
