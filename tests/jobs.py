@@ -58,7 +58,7 @@ FLOAT64 = [
 ]
 
 
-def job(argv: list[str], world: int) -> Job:
+def job(argv: list[str], world: int | None) -> Job:
     return job_from(
         parse_command_line(["--config", "debug.toml", *argv], {}), world=world, training=True
     )

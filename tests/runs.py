@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def kill_started(since: int) -> None:
     that follow.
     """
     for process in STARTED[since:]:
-        _kill(process)
+        signal_all(process)
         process.wait()
     if STARTED[since:]:
         for pid in {*children(os.getpid())} - {process.pid for process in STARTED}:
@@ -108,12 +109,12 @@ def _is_of_a_run(pid: int) -> bool:
     return False
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """Kill a process and all below it."""
+def signal_all(process: subprocess.Popen, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process and all below it, unless it has ended."""
     if process.poll() is None:
         for pid in (process.pid, *descendants(process.pid)):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
@@ -121,7 +122,7 @@ def finish(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill(process)
+        signal_all(process)
         out, _ = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}") from None
     return process.returncode, out
@@ -158,6 +159,30 @@ def command(*words: object, real: str = "", **environ: str) -> tuple[int, str]:
     """Run `titanlite WORDS` in a process of its own; return its exit code and what it printed."""
     argv = ["titanlite", *map(str, words)]
     return finish(popen(argv, real, stdout=subprocess.PIPE, env=environment(**environ)))
+
+
+def python(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter in a folder; return how it ended and what it printed."""
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, env=environment(), cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def put_driver(folder: Path, script: str, monkeypatch: Any) -> None:
+    """Put a stand-in for nvidia-smi in a folder, which comes first on the path."""
+    driver = folder / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\n{script}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def write_example(package: str, folder: Path) -> None:
+    """Write the files of a package that docs/extending.md shows."""
+    page = (ROOT / "docs/extending.md").read_text()
+    (folder / package).mkdir()
+    for name, code in re.findall(rf"```python\n# ({package}/\S+)\n(.*?)```", page, re.DOTALL):
+        (folder / name).write_text(code)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

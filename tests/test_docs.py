@@ -16,7 +16,7 @@ PAGES = sorted(
         ROOT / "tests/README.md",
     ]
 )
-PAGES = [page for page in PAGES if page.exists()]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_list_of_the_fixed_order_is_the_order(pictures):
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_every_link_leads_somewhere(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
@@ -75,7 +75,7 @@ def test_every_link_leads_somewhere(page):
     assert not broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_every_source_file_that_a_document_names_exists(page):
     """Paths begin at the root, at the page or, for short, in titanlite/."""
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|slurm))\b", read(page)))

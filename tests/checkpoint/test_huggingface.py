@@ -238,14 +238,11 @@ def test_an_export_holds_one_file_at_a_time(tmp_path):
     assert max(held) <= max(9999, *sizes) + max(sizes) < sum(sizes) / 2
 
 
-QWEN = [*TINY, "--model.name=qwen3", "--model.flavor=debugmodel_moe"]
-QWEN += ["--model.overrides.n_kv_heads=2"]
-QWEN += [f"--model.overrides.{field}" for field in "head_dim=8 expert_dim=16 experts=4".split()]
 TP2 = ["--parallelism.tensor_parallel_degree=2"]
 MODELS = {  # options, and those of a mesh of 4
     "llama3": (EVEN, TP2),
     "gpt2": (GPT2, TP2),
-    "qwen3": (QWEN, [*TP2, "--parallelism.expert_parallel_degree=2"]),
+    "qwen3": (MOE, [*TP2, "--parallelism.expert_parallel_degree=2"]),
 }
 
 
@@ -433,11 +430,8 @@ IN_HF_TOO = [*TINY, "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
 
 def fails_at_the_end(folder: str) -> str:
     """Return what a run says on this rank whose last export fails."""
-
-    def full_disk(path: LocalPath, tensors: dict[str, torch.Tensor]) -> None:
-        raise OSError(28, "full")
-
-    with patch.object(export_module, "write", full_disk), pytest.raises(RunFailed) as error:
+    full_disk = patch.object(export_module, "write", side_effect=OSError(28, "full"))
+    with full_disk, pytest.raises(RunFailed) as error:
         run_to_end(IN_HF_TOO, folder)
     return str(error.value)
 

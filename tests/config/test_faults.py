@@ -125,6 +125,8 @@ LEGAL = {  # arguments on 4 ranks: a part of the message
     f'--training.mixture=[{ONE},{{dataset="a/b",weight=0.3}}]': 'entry 2: "a/b"',
     '--training.mixture=[{dataset="text",weight=1.0}]': 'entry 1: the data set "text"',
     '--training.mixture=[{dataset="a",weight=2}]': "2.0 = 2",
+    '--training.mixture=[{dataset="a",weight=0.00001}]': "0.0001",
+    '--metrics.sinks=["wandbb"]': '"wandbb"; did you mean wandb?',
 }
 
 

@@ -4,9 +4,10 @@ is refused.
 
 import pytest
 
+from tests import jobs
 from tests.messages import refused
-from titanlite.config.job import Job, job_from
-from titanlite.config.load import ConfigError, parse_command_line
+from titanlite.config.job import Job
+from titanlite.config.load import ConfigError
 from titanlite.config.stages import split_layers
 
 PP, NAMES = "--parallelism.pipeline_parallel", "--parallelism.module_fqns_per_model_part"
@@ -15,8 +16,7 @@ FIRST, REST = "'tok_embeddings'", "'layers.3','norm','output'"
 
 def job(*options: str, world: int = 2) -> Job:
     """Return the job of two pipeline ranks, with the debug model's four layers."""
-    line = ["--config=debug.toml", f"{PP}_degree=2", *options]
-    return job_from(parse_command_line(line, {}), world=world, training=True)
+    return jobs.job([f"{PP}_degree=2", *options], world)
 
 
 def test_without_pipeline_parallel_one_stage_has_everything():

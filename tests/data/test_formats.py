@@ -45,20 +45,6 @@ def opened(path: Path, kind: str) -> ShardSource:
     return ShardSource(listed(path, kind, end=6), 300)  # which is within documents
 
 
-@pytest.mark.parametrize("dtype", CODES)
-def test_documents_end_where_the_index_says(tmp_path, dtype):
-    """No end token is there; a document of two sequences is one; an empty one is none."""
-    path = write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10, 11, 12, 13]]], dtype)
-    source = opened(path, "megatron")
-    assert source.read(0, 9).tolist() == [*range(5, 14)]
-    assert source.document_ends().tolist() == [4, 9]
-    window = np.empty((4, 6), np.int64)
-    Concatenated(source, 6, True, "training").fill(window, 0)
-    assert window[LABELS].tolist() == [6, 7, 8, -100, 10, 11]
-    Packed(source, 7, "training").fill(window := np.empty((2, 7), np.int64), 0)
-    assert window[LABELS].tolist() == [6, 7, 8, 10, 11, 12, 13]
-
-
 @pytest.mark.parametrize(
     ("at", "byte", "named"),  # without a byte, the rest is cut off
     [
@@ -158,12 +144,29 @@ def write_table(folder: Path, documents: list[list[int]], dtype: str = "uint16")
 DOCUMENTS_OF = [[5, 6, 7, 8], [], [9, 10, 11, 12, 13]]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
-def test_documents_end_where_the_table_says_and_ids_have_the_bytes_of_its_number(tmp_path, dtype):
-    """No end token is there, and an empty document is none."""
-    source = opened(write_table(tmp_path, DOCUMENTS_OF, dtype), "olmo")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("megatron", dtype) for dtype in CODES),
+        *(("olmo", dtype) for dtype in ("uint8", "uint16", "uint32", "int64")),
+    ],
+)
+def test_documents_end_where_the_index_or_the_table_says(tmp_path, kind, dtype):
+    """No end token is there; a document of two sequences is one; an empty one is none. Of a table,
+    ids have the bytes of its number.
+    """
+    if kind == "olmo":
+        path = write_table(tmp_path, DOCUMENTS_OF, dtype)
+    else:
+        path = write(tmp_path, [[[5, 6, 7], [8]], [[]], [[9, 10, 11, 12, 13]]], dtype)
+    source = opened(path, kind)
     assert source.read(0, 9).tolist() == [*range(5, 14)]
     assert source.document_ends().tolist() == [4, 9]
+    window = np.empty((4, 6), np.int64)
+    Concatenated(source, 6, True, "training").fill(window, 0)
+    assert window[LABELS].tolist() == [6, 7, 8, -100, 10, 11]
+    Packed(source, 7, "training").fill(window := np.empty((2, 7), np.int64), 0)
+    assert window[LABELS].tolist() == [6, 7, 8, 10, 11, 12, 13]
 
 
 def saved(array: Any) -> bytes:

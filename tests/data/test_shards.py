@@ -124,12 +124,11 @@ def test_shards_of_a_manifest_are_checked_whole_and_opened_only_where_they_are_r
 def test_a_wrong_manifest_and_a_folder_without_one_are_named(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    with refused(out, "no manifest.json"):
-        open_source("training", "tokens", str(out), None, 100)
-    (out / "manifest.json").write_text('{"files": 5}')  # of another program
-    with refused(out, "no manifest.json"):
-        open_source("training", "tokens", str(out), None, 100)
-    (out / "manifest.json").unlink()
+    for name in ("manifest.txt", "manifest.json"):
+        (out / name).write_text('{"files": 5}')  # of another program
+        with refused(out, "no manifest.json"):
+            open_source("training", "tokens", str(out), None, 100)
+        (out / name).unlink()
     (tmp_path / "a.txt").write_text("text")
     prepare({"x": text_files("x", str(tmp_path / "a.txt"))}, "", out, 1)
     assert ShardSource(out, 256).end == 0, "the end token is in the manifest"

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
@@ -201,6 +202,16 @@ class Watcher(threading.Thread):
     def end(self) -> None:
         self._ended.set()
         self.join()
+
+
+def watched(soak: Soak) -> Iterator[Soak]:
+    """Yield a soak; require that it always had a verified checkpoint, once there was one."""
+    watcher = Watcher(soak.root)
+    watcher.start()
+    yield soak
+    watcher.end()
+    soak.pool.close()
+    assert watcher.looks and not watcher.missed
 
 
 def latest_verified(root: Place) -> int | None:

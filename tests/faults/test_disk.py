@@ -4,15 +4,13 @@ complete step.
 
 import errno
 import re
-import resource
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from tests.checkpoint.saved import SAVING, rank, run_until, steps_in
-from tests.jobs import TINY, keeping_log, trainer
+from tests.jobs import TINY, files_of_at_most, keeping_log, trainer
 from tests.messages import says
 from tests.runs import run
 from titanlite.checkpoint.manifest import is_complete, step_folder
@@ -37,46 +35,39 @@ def small_disk(tmp_path, request):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def break_disk(how: str, root: LocalPath) -> Callable[[], None]:
-    """Let writing fail from now on; return what repairs it."""
+def break_disk(how: str, root: LocalPath, broken: ExitStack) -> None:
+    """Let writing fail until the stack ends."""
     if how == "full" and rank() == 0:
+        broken.callback((root / BALLAST).unlink)
         with (root / BALLAST).open("wb", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(4096))
             except OSError as error:
                 assert error.errno == errno.ENOSPC
-        return (root / BALLAST).unlink
     if how == "limit" and rank() == 1:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (20_000, limits[1])
-        )  # Python ignores the signal; the write fails
-        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return lambda: None
+        broken.enter_context(files_of_at_most(20_000))
 
 
 def on_a_bad_disk(how: str, disk: str, argv: list[str], folder: str) -> tuple[str, list[str]]:
     """Train with a disk that is bad from step 4 on; return the error and the log."""
     log, lines = keeping_log()
     run = trainer(argv, folder, log)
-    fetch, repair = run.next_micro_batches, lambda: None
+    fetch, broken = run.next_micro_batches, ExitStack()
 
     def next_micro_batches() -> list:
-        nonlocal repair
         if run.saver._pending:
             run.saver._pending.join()
         if run.step == 4:
-            repair = break_disk(how, LocalPath(disk))
+            break_disk(how, LocalPath(disk), broken)
         return fetch()
 
     run.next_micro_batches = next_micro_batches  # type: ignore[method-assign]
-    try:
-        run.train()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", lines
-    finally:
-        repair()
+    with broken:
+        try:
+            run.train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", lines
     return "", lines
 
 

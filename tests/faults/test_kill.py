@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK
-from tests.faults.rounds import Plan, Soak, Watcher, planned
+from tests.faults.rounds import Plan, Soak, planned, watched
 from tests.lanes import sample
 
 
@@ -17,14 +17,7 @@ from tests.lanes import sample
 def soak(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak") / "run"
     folder.mkdir()
-    soak, watcher = Soak(folder), Watcher(folder / "checkpoint")
-    watcher.start()
-    yield soak
-    watcher.end()
-    soak.pool.close()
-    assert watcher.looks and not watcher.missed, (
-        "there is always a verified checkpoint, once there was one"
-    )
+    yield from watched(Soak(folder))
 
 
 @pytest.mark.parametrize("point", sample(FAILPOINTS, every=2))

@@ -1,6 +1,5 @@
 """A run that loses a rank, a process or a node goes on by itself, or says why it does not."""
 
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 from tests.jobs import TINY, run_to_end
 from tests.launch.nodes import cluster, outputs, start_nodes
 from tests.messages import says
-from tests.runs import descendants, losses, rank_pids, run, start, wait_for
+from tests.runs import losses, rank_pids, run, signal_all, start, wait_for
 from titanlite.checkpoint.manifest import committed
 from titanlite.errors import FAILED, GIVEN_UP, REFUSED, STOPPED
 from titanlite.observe.events import read_events
@@ -84,18 +83,6 @@ def saved(folder: LocalPath, step: int, launcher: subprocess.Popen) -> None:
     wait_for(folder / f"checkpoint/step-{step}", launcher, 200)
 
 
-def went_on(folder: LocalPath, launcher: subprocess.Popen) -> None:
-    """Wait until the second attempt has saved."""
-    wait_for(folder / "logs/attempt-1", launcher, 200)
-    saved(folder, committed(folder / "checkpoint")[-1] + 6, launcher)
-
-
-def lose(launcher: subprocess.Popen) -> None:
-    """Kill a launcher and all its processes, as a node dies."""
-    for pid in (launcher.pid, *descendants(launcher.pid)):
-        os.kill(pid, signal.SIGKILL)
-
-
 def split(nodes: list[subprocess.Popen]) -> tuple[subprocess.Popen, subprocess.Popen]:
     """Return the node with rank 1, and the spare one."""
     first, second = sorted(nodes[1:], key=lambda node: 1 not in rank_pids(node))
@@ -128,7 +115,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(pool, tmp_path):
     nodes = start_nodes([*TWO, "--fault.spare_nodes=1"], folder, 3, INJURY="sleep:backward:1:6")
     saved(folder, 4, nodes[0])
     lost, spare = split(nodes)
-    lose(lost)
+    signal_all(lost)
     first, second = outputs([nodes[0], spare])
     says(first, "NODE_RANK 0 (3 nodes, 1 spare;")
     says(second, "spare", "attempt 2")
@@ -154,7 +141,8 @@ def test_a_launcher_that_is_started_again_joins_the_next_attempt(tmp_path):
     second.kill()
     second.wait()
     again = start(SLOW, tmp_path, NODE_RANK="1", **variables)
-    went_on(tmp_path, first)
+    wait_for(tmp_path / "logs/attempt-1", first, 200)
+    saved(tmp_path, committed(tmp_path / "checkpoint")[-1] + 6, first)
     third = start(SLOW, tmp_path, NODE_RANK="1", **variables)
     (out,) = outputs([third], REFUSED)
     says(out, "two launchers", "NODE_RANK=1")

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,7 +17,17 @@ import torch
 from tests.jobs import TINY, run_to_end
 from tests.launch.nodes import outputs, rendezvous, start_tasks, trained
 from tests.messages import says
-from tests.runs import descendants, finish, left_over, losses, rank_pid, records, run, start
+from tests.runs import (
+    descendants,
+    finish,
+    left_over,
+    losses,
+    rank_pid,
+    records,
+    run,
+    signal_all,
+    start,
+)
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import committed, step_folder
 from titanlite.errors import CUT_SHORT, FAILED, STOPPED
@@ -61,12 +70,6 @@ def stopped(process: subprocess.Popen, folder: LocalPath, *reason: str, code: in
         assert committed(folder / "checkpoint")[-1] == step
         says(last, step_folder(folder / "checkpoint", step))
     return step
-
-
-def signal_all(process: subprocess.Popen) -> None:
-    for pid in [process.pid, *descendants(process.pid)]:
-        with suppress(ProcessLookupError):  # a loader that has ended
-            os.kill(pid, signal.SIGTERM)
 
 
 def same_as_undisturbed(pool: Any, folder: LocalPath, step: int, *argv: str) -> None:
@@ -201,8 +204,8 @@ def test_a_signal_to_all_processes_of_a_job_is_one_request(tmp_path):
     get no data.
     """
     process = started(tmp_path, "--training.dataloader.num_workers=1")
-    signal_all(process)
-    signal_all(process)
+    signal_all(process, signal.SIGTERM)
+    signal_all(process, signal.SIGTERM)
     stopped(process, tmp_path, "SIGTERM")
 
 

@@ -7,11 +7,7 @@ import json
 import pytest
 
 from tests.gpu.conftest import only_with_compile
-from tests.gpu.fake_gpu import OPTIONS
-from tests.gpu.test_memory import BLAS, MIB, SIZE, peaks
-from tests.planner.steps import plan_step
-from titanlite.config.job import job_from
-from titanlite.config.load import parse_command_line
+from tests.gpu.test_memory import BLAS, MIB, SIZE, peaks, planned_peak
 
 STEPS = (
     "--compile.enable --training.steps=3 --training.seq_len=256 --training.local_batch_size=2 "
@@ -67,8 +63,7 @@ PLANNED = {
 def test_the_planned_peak_of_a_compiled_step_is_that_of_the_allocator(train_on_gpus, tmp_path, row):
     gpus, options = PLANNED[row]
     argv = [*SIZE, "--compile.enable", *options.split()]
-    line = parse_command_line([*OPTIONS, *argv], {})
-    planned = plan_step(job_from(line, world=gpus, training=True, device="cuda")).peak
+    planned = planned_peak(argv, gpus)
     ran = train_on_gpus(tmp_path, gpus, argv, seconds=1200)
     for trace in ran.traces:
         allocated, _ = peaks(trace)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.gpu.fake_gpu import OPTIONS, Trace
 from tests.messages import says
 from tests.planner.steps import H100, plan_step
+from tests.runs import put_driver
 from titanlite.config.job import job_from
 from titanlite.config.load import parse_command_line
 from titanlite.errors import FAILED
@@ -22,6 +21,12 @@ SIZE = (
     "--model.overrides.vocab_size=32000 "
     "--training.seq_len=2048 --training.local_batch_size=1 --training.steps=3"
 ).split()
+
+
+def planned_peak(argv: list[str], gpus: int) -> int:
+    """Return the bytes that are planned for a step on fake GPUs."""
+    line = parse_command_line([*OPTIONS, *argv], {})
+    return plan_step(job_from(line, world=gpus, training=True, device="cuda")).peak
 
 
 def peaks(trace: Trace) -> tuple[int, int]:
@@ -56,16 +61,14 @@ def test_the_allocator_takes_what_hardware_toml_says(train_on_gpus, tmp_path, gp
 )
 def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag):
     argv = [*SIZE, flag]
-    line = parse_command_line([*OPTIONS, *argv], {})
-    planned = plan_step(job_from(line, world=2, training=True, device="cuda")).peak
+    planned = planned_peak(argv, 2)
     for trace in train_on_gpus(tmp_path, 2, argv).traces:
         allocated, reserved = peaks(trace)
         assert abs(allocated - BLAS - planned) < 0.1 * MIB
         assert reserved > allocated
 
 
-DRIVER = """#!/bin/sh
-case $1 in
+DRIVER = """case $1 in
   *=name) echo NVIDIA {name};;
   *=memory.total) echo {mebibytes};;
 esac
@@ -79,10 +82,7 @@ esac
 def test_auto_gathers_again_only_where_keeping_does_not_fit(
     train_on_gpus, tmp_path, monkeypatch, name, mebibytes, value
 ):
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text(DRIVER.format(name=name, mebibytes=mebibytes))
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    put_driver(tmp_path, DRIVER.format(name=name, mebibytes=mebibytes), monkeypatch)
     argv = [*WIDE, "--model.overrides.n_layers=10"]
     ran = train_on_gpus(tmp_path, 2, [*argv, "--parallelism.fsdp_reshard_after_forward=auto"])
     says(ran.out, f'"auto" is "{value}": a step with "never" needs')

@@ -66,8 +66,8 @@ def trained(folder: Path, launcher: subprocess.Popen, steps: int) -> None:
         time.sleep(0.05)
 
 
-def outputs(launchers: list[subprocess.Popen], code: int = 0) -> list[str]:
+def outputs(launchers: list[subprocess.Popen], code: int = 0, seconds: float = 200) -> list[str]:
     """Wait for launchers; require the exit code of each and return what each has printed."""
-    results = [finish(launcher) for launcher in launchers]
+    results = [finish(launcher, seconds) for launcher in launchers]
     assert [found for found, _ in results] == [code] * len(launchers), results
     return [out for _, out in results]

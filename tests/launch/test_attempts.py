@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -230,7 +231,7 @@ def test_launchers_say_for_whom_they_wait_and_how_long(start, monkeypatch, capsy
     meeting = together.threads.submit(first.meet)
     assert is_said("waiting for NODE_RANK 1, at most 30 s (fault.rejoin_seconds)", capsys)
     with monkeypatch.context() as cut:
-        cut.setattr(second._board, "exchange", raises(NoAnswer("x")))
+        cut.setattr(second._board, "exchange", Mock(side_effect=NoAnswer("x")))
         wait_until(lambda: second._board.problem, 10)
         late = together.threads.submit(second.meet)
         assert is_said(f"waiting for node 0 at 127.0.0.1:{first.address[1]}", capsys)
@@ -240,13 +241,6 @@ def test_launchers_say_for_whom_they_wait_and_how_long(start, monkeypatch, capsy
 def is_said(words: str, capsys: pytest.CaptureFixture[str]) -> bool:
     """Wait until something is printed."""
     return any(words in capsys.readouterr().out or time.sleep(0.05) for _ in range(200))
-
-
-def raises(error: Exception) -> Callable[[], None]:
-    def raise_it() -> None:
-        raise error
-
-    return raise_it
 
 
 def test_a_spare_node_that_looked_at_no_rank_in_a_hang_looks_at_its_own_in_the_next(

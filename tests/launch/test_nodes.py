@@ -16,7 +16,7 @@ import torch
 from tests.jobs import TINY
 from tests.launch.nodes import cluster, free_port, outputs, start_nodes, trained
 from tests.messages import refused, says
-from tests.runs import children, environment, records, start, wait_for
+from tests.runs import children, environment, put_driver, records, start, wait_for
 from titanlite.config.schema import Comm
 from titanlite.errors import CUT_SHORT
 from titanlite.fault.board import ANSWER_SECONDS
@@ -272,10 +272,7 @@ def test_processes_on_a_node():
 
 
 def test_a_driver_that_does_not_answer_is_named_and_not_waited_for(tmp_path, monkeypatch, capsys):
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\nexec sleep 60\n")
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    put_driver(tmp_path, "exec sleep 60", monkeypatch)
     monkeypatch.setattr(machine, "DRIVER_SECONDS", 0.1)
     assert gpu_bytes() is None
     says(capsys.readouterr().out, "nvidia-smi", "0.1 s", "memory.total")

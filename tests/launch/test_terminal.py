@@ -9,7 +9,6 @@ import pty
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.runs import ROOT, environment, finish, popen, start
 from titanlite.cli import main
 from titanlite.config.job import job_from
 from titanlite.config.load import SHIPPED, load_config, parse_command_line
+from titanlite.fault.inspection import wait_until
 from titanlite.launch.terminal import NOTICES, Follower, Terminal, note
 from titanlite.observe.console import colored, open_log, rank_log, shortened
 from titanlite.runtime.cluster import shown_ranks
@@ -53,9 +53,8 @@ def width(monkeypatch) -> int:
 # ---------------------------------------------------------------- the width
 
 
-def is_typed(line: str) -> bool:
-    """Whether a line is a command or a key with its default, which must stay whole to be copied."""
-    return line.startswith(("  titanlite ", "  NGPU=", "example: ", "usage: ", "  --"))
+TYPED = "  titanlite ", "  NGPU=", "example: ", "usage: ", "  --"
+"""How commands and keys with defaults begin, which must stay whole to be copied."""
 
 
 def printed(argv: list[str], **environ: str) -> str:
@@ -76,7 +75,7 @@ def test_a_page_of_help_is_as_wide_as_the_terminal(command, width, capsys):
         table = page[page.index("\n  config ") :].splitlines()
         column = table[1].index("print")
         assert table[2].startswith(f"{' ' * column}schema"), "its last column breaks"
-    lines = [line for line in page.splitlines() if not is_typed(line)]
+    lines = [line for line in page.splitlines() if not line.startswith(TYPED)]
     assert len(lines) > 10
     whole = [line for line in lines if len(line) > width]
     assert not [line for line in whole if len(line.split()) > 1], "one long word is not broken"
@@ -171,10 +170,8 @@ def test_progress_goes_on_after_a_loss_that_was_not_finite_and_is_no_wider_than_
     record = {"step": 3, "loss": None, "step_seconds": 1, "tps": 5}
     (tmp_path / "metrics").write_text(json.dumps(record) + "\n")
     (tmp_path / "log").write_text(f"mesh       {'words ' * 20}\n")
-    deadline = time.monotonic() + 20
     with Terminal({0: tmp_path / "log"}, tmp_path / "metrics", 9, color=False):
-        while "step 3/9" not in shown.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: "step 3/9" in shown.getvalue(), 20)
     says(shown.getvalue(), "step 3/9", "not finite")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", shown.getvalue())
     assert ("5 tokens/s" in plain) == (columns == 160)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.messages import says
-from tests.runs import environment
+from tests.runs import environment, python
 from titanlite.verify.model_under_test import ModelUnderTest, read_model
 from titanlite.verify.pool import Pool
 from titanlite.verify.runner import PRELOAD, row_runner
@@ -74,6 +74,6 @@ def test_commands_of_the_page_find_the_package_in_the_current_folder(package):
     words = [Path(sys.executable).with_name("titanlite"), "config", *train.split()]
     subprocess.run(words, check=True, env=environment(), cwd=package)
     (words,) = re.findall(r"^titanlite verify (.*)$", PAGE, re.MULTILINE)
-    command = [sys.executable, "-m", "titanlite", "verify", *words.split(), "--only", "none"]
-    done = subprocess.run(command, env=environment(), cwd=package, capture_output=True, text=True)
+    verify = ("-m", "titanlite", "verify", *words.split(), "--only", "none")
+    done = python(*verify, folder=package)
     says(done.stderr, "none (unknown)", "#1 to #")

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.jobs import QUIET, job, relative_error, require_close, run_to_end
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.models.small import built, random, require_apart, tokens
-from tests.runs import environment
+from tests.runs import python
 from titanlite import cli
 from titanlite.checkpoint.hf.export import write_folder
 from titanlite.checkpoint.hf.load import HuggingFaceFolder
@@ -160,10 +158,7 @@ from huggingface_hub import constants; assert not constants.HF_HUB_OFFLINE
 def test_importing_titanlite_imports_no_transformers_and_a_class_leaves_the_hub_within_reach(
     tmp_path,
 ):
-    words = [sys.executable, "-c", IMPORTS]
-    done = subprocess.run(
-        words, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = python("-c", IMPORTS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

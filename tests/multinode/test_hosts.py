@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.launch.nodes import outputs
 from tests.messages import says
 from tests.multinode.hosts import ARGV, SAVING, Hosts
 from tests.runs import finish, losses, run, wait_for
@@ -23,9 +24,8 @@ def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
     degrees = ["data_parallel_replicate_degree=2", "tensor_parallel_degree=2"]
     mesh = [f"--parallelism.{degree}" for degree in degrees]
     nodes = hosts.start_all([*ARGV, *mesh], tmp_path / "two", processes=4)
-    results = [finish(node, LIMIT) for node in nodes]
-    assert [code for code, _ in results] == [0, 0], results
-    says(results[0][1], "8 ranks on 2 hosts", "dp_replicate 2 x dp_shard 2 x tp 2")
+    first, _ = outputs(nodes, seconds=LIMIT)
+    says(first, "8 ranks on 2 hosts", "dp_replicate 2 x dp_shard 2 x tp 2")
     one = run(ARGV, tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(one.losses, rel=1e-12)
 
@@ -35,9 +35,8 @@ def test_hsdp_with_tensor_parallel_on_two_hosts_has_the_losses_of_one_process(
 def test_the_doctor_names_the_host_with_a_slow_link(hosts: Hosts, tmp_path):
     hosts.do("slow", "node2", "20mbit")
     nodes = hosts.start_all(ARGV, tmp_path, verb="doctor")
-    results = [finish(node, LIMIT) for node in nodes]
-    assert [code for code, _ in results] == [0] * 4, results
-    (warning,) = re.findall("(?m)^warning: slow .*", results[0][1])
+    first, *_ = outputs(nodes, seconds=LIMIT)
+    (warning,) = re.findall("(?m)^warning: slow .*", first)
     assert re.findall(r"rank \d on node\d", warning.partition(",")[0]) == ["rank 2 on node2"]
 
 

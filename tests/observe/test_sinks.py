@@ -133,13 +133,12 @@ def test_a_resumed_run_keeps_the_record_of_a_save_that_ended_some_steps_later(tm
     assert [json.loads(line) for line in path.read_text().splitlines()] == kept
 
 
-def losses_in_tensorboard(folder: Path) -> dict[int, float]:
-    return tensorboard(folder)["loss"]
-
-
 @pytest.mark.parametrize(
     ("sink_class", "pattern", "read"),
-    [(JsonLines, "metrics.jsonl", losses), (TensorBoard, "*tfevents*", losses_in_tensorboard)],
+    [
+        (JsonLines, "metrics.jsonl", losses),
+        (TensorBoard, "*tfevents*", lambda folder: tensorboard(folder)["loss"]),
+    ],
 )
 def test_after_a_record_without_room_the_next_one_is_whole(
     tmp_path, sink_class, pattern, read: Callable[[Path], dict[int, float]]

@@ -17,8 +17,7 @@ import pytest
 
 from tests.jobs import TINY, job, keeping_log, run_to_end
 from tests.messages import refused, says
-from tests.runs import losses
-from titanlite.cli import main
+from tests.runs import losses, write_example
 from titanlite.observe import trackers
 from titanlite.observe.run_folder import RUN_ID
 from titanlite.registry import SinkSpec, get_sink, register_sink
@@ -143,10 +142,7 @@ def test_a_tracker_that_cannot_start_ends_a_run_that_begins_but_none_that_goes_o
 
 def test_a_package_registers_its_own_tracker(tmp_path, monkeypatch):
     """The one of docs/extending.md, named by model.package, as models are."""
-    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
-    for name, code in re.findall(r"```python\n# (notes/\S+)\n(.*?)```", page, re.DOTALL):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(code)
+    write_example("notes", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sink, lines = opened(tmp_path, "notes", "--model.package=notes")
     sink.write(3, {"lr": 0.5})
@@ -157,8 +153,3 @@ def test_a_package_registers_its_own_tracker(tmp_path, monkeypatch):
         run | {"step": 3, "lr": 0.5},
         run | {"step": None, "state": "stopped", "last_step": 3},
     ]
-
-
-def test_an_unknown_tracker_is_one_line(capsys):
-    assert main(["config", '--metrics.sinks=["wandbb"]']) == 2
-    says(capsys.readouterr().err, "metrics.sinks", '"wandbb"', "mean wandb?")

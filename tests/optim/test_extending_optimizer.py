@@ -2,9 +2,7 @@
 bfloat16.
 """
 
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +12,19 @@ from tests.jobs import FLOAT64, TINY, job, require_close, trainer, weights
 from tests.lanes import sample
 from tests.messages import refused, says
 from tests.optim.test_bf16_state import optimizer_state
+from tests.runs import write_example
 from titanlite.cli import main
 from titanlite.train.summary import describe_start
 from titanlite.verify.command import table
 from titanlite.verify.model_under_test import read_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SIGNS = ["--model.package=signs", "--optimizer.name=Signs"]
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> None:
     """Write the page's files to a folder on the import path."""
-    for name, code in re.findall(r"```python\n# (signs/\S+)\n(.*?)```", PAGE, re.DOTALL):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(code)
+    write_example("signs", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

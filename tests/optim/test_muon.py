@@ -58,16 +58,10 @@ def count_step(argv: list[str], folder: str) -> dict[str, Any]:
     sent: list[list[int]] = []
     owned: list[str] = []
 
-    def see_sent(_: str, args: tuple[Any, ...], __: Any) -> None:
-        sent.append([*args[3]])
-
-    def see_owned(name: str, *_: Any) -> None:
-        owned.append(name)
-
     for parameter in run.runner.parameters:
         parameter.grad = torch.ones_like(parameter)
-    exchanges = watching(dist, ["all_to_all_single"], see_sent)
-    with exchanges, watching(muon, ["orthogonalize"], see_owned):
+    exchanges = watching(dist, ["all_to_all_single"], lambda _, args, __: sent.append([*args[3]]))
+    with exchanges, watching(muon, ["orthogonalize"], lambda name, *_: owned.append(name)):
         run.runner.optimizer.step()
     assert optimizer_state(run)
     elements = sum(item.parameter.numel() for item in run.runner.trained if item.is_hidden_matrix)

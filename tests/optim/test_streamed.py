@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,8 +25,8 @@ from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.jobs import MOE, TINY, files_of_at_most, job, trainer
 from tests.lanes import sample
 from tests.messages import refused, says
-from tests.optim.test_update import changes_of_steps
-from tests.runs import ROOT, environment
+from tests.optim.test_update import require_skips
+from tests.runs import python
 from titanlite.config.schema import config_of
 from titanlite.errors import RunFailed
 from titanlite.launch import preflight
@@ -148,11 +146,8 @@ def test_weights_in_bfloat16_are_updated_in_float32_and_rounded_once():
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_a_step_that_is_not_finite_changes_no_bit_on_the_disk(pool, tmp_path, disk, implementation):
-    argv = [*TINY, *UNEVEN, *on(disk), "--fault.on_nonfinite=skip"]
-    argv.append(f"--optimizer.implementation={implementation}")
-    factors = {1: math.nan, 3: math.inf, 4: math.nan}
-    ranks = pool.run(changes_of_steps, argv, str(tmp_path / "a"), factors, world=2)
-    assert ranks == [[False, True, False, False, True]] * 2
+    argv = [*TINY, *UNEVEN, *on(disk), f"--optimizer.implementation={implementation}"]
+    require_skips(pool, argv, str(tmp_path / "a"))
 
 
 def test_a_disk_without_direct_writes_is_named_in_one_line(disk, capfd):
@@ -219,8 +214,7 @@ print((most[0] - before) / (8 * sum(parameter.numel() for parameter in parameter
 @pytest.mark.long
 def test_a_tenth_of_the_state_is_in_memory(disk):
     """Of 416 MB."""
-    command = [sys.executable, "-c", MEASURED, disk]
-    found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    found = python("-c", MEASURED, disk)
     assert found.returncode == 0, found.stderr
     assert 0 < float(found.stdout) <= 0.1
 

@@ -23,6 +23,7 @@ from titanlite.optim.update import update
 from titanlite.parallel.dtensor import local_part
 from titanlite.train.guard import BadSteps, Window
 from titanlite.train.trainer import Trainer
+from titanlite.verify.pool import Pool
 
 SKIP = "--fault.on_nonfinite=skip"
 SPIKES = ["--fault.spike_sigma=8.0", "--fault.spike_window=3"]
@@ -87,13 +88,17 @@ def changes_of_steps(argv: list[str], folder: str, factors: dict[int, float]) ->
     return [after != before for before, after in pairwise(states)]
 
 
+def require_skips(pool: Pool, argv: list[str], folder: str) -> None:
+    """Require that steps which are not finite change no bit; the first one makes the state."""
+    factors = {1: math.nan, 3: math.inf, 4: math.nan}
+    given = [*argv, SKIP, "--training.steps=5"]
+    ranks = pool.run(changes_of_steps, given, folder, factors, world=2)
+    assert ranks == [[False, True, False, False, True]] * 2
+
+
 @pytest.mark.parametrize("case", sample(CASES, "AdamW"))
 def test_a_step_that_is_not_finite_changes_no_bit_of_parameters_and_state(pool, tmp_path, case):
-    """The first one too, in which the state is made."""
-    argv = [*TINY, SKIP, "--training.steps=5", *CASES[case].split()]
-    factors = {1: math.nan, 3: math.inf, 4: math.nan}
-    ranks = pool.run(changes_of_steps, argv, str(tmp_path), factors, world=2)
-    assert ranks == [[False, True, False, False, True]] * 2
+    require_skips(pool, [*TINY, *CASES[case].split()], str(tmp_path))
 
 
 @pytest.mark.long

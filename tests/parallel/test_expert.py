@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.jobs import (
     MOE,
     forward_backward,
+    job,
     trainer,
 )
 from tests.lanes import sample
@@ -37,8 +38,6 @@ from tests.parallel.rows import (
     watching,
 )
 from tests.runs import run
-from titanlite.config.job import job_from
-from titanlite.config.load import parse_command_line
 from titanlite.parallel.expert_parallel import routers
 from titanlite.parallel.parallelize import parallelize
 
@@ -129,8 +128,7 @@ def test_forced_balance_sends_as_many_tokens_to_all_experts(pool, tmp_path):
 
 def test_without_a_number_of_ranks_the_config_takes_the_fewest_that_fit():
     for words, world in ((EP4, 4), (f"{EP4} {TP}", 4), (f"{EP} {TP}", 2)):
-        line = parse_command_line(["--config", "debug.toml", *MOE, *words.split()], {})
-        assert job_from(line, world=None, training=True).layout.world == world
+        assert job([*MOE, *words.split()], None).layout.world == world
 
 
 def parallelized(world: int, *words: str) -> torch.nn.Module:
@@ -158,19 +156,9 @@ def test_what_is_around_experts_is_compiled_and_all_blocks_share_its_graphs():
     assert graphs_of([*MOE, f"{MODEL}n_layers=3"], 2) == 8
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (f"{MODEL}experts=2 {MODEL}expert_dim=7", ("1 experts", "7 rows")),
-        (
-            "--parallelism.fsdp_keep_whole=['*.experts.*']",
-            ("parallelism.fsdp_keep_whole", "layers.0.moe.experts.w1"),
-        ),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(words, says):
-    with refused(*says):
-        parallelized(4, EP, *words.split())
+def test_what_cannot_be_sharded_is_refused():
+    with refused("1 experts", "7 rows"):
+        parallelized(4, EP, f"{MODEL}experts=2", f"{MODEL}expert_dim=7")
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ import pytest
 from tests.jobs import PARROT, TINY, job
 from tests.messages import refused
 from tests.parallel.rows import (
+    CHUNKS,
     CP,
     EVEN,
     LORA,
@@ -35,7 +36,7 @@ ROWS = [
     (EVEN, 2, f"{CP} {VALIDATION}6", ("6 tokens", "validation sequence")),
     (EVEN, 2, f"{CP} {ULYSSES} {HEADS}", ("1 key and value heads", "legal: 1")),
     (PARROT, 2, CP, ("parrot", "ModelSpec")),
-    (EVEN, 2, f"{CP} --training.loss_chunks=9", ("loss_chunks", "8 tokens", "at most 8")),
+    (EVEN, 2, f"{CP} {CHUNKS}9", ("loss_chunks", "8 tokens", "at most 8")),
     (EVEN, 2, f"{CP} {FLOAT8} --training.local_batch_size=1", ("context_parallel_degree = 8",)),
     (EVEN, 2, f"{CP} {UNBALANCED[:-4]}ptrr", ("ptrr", "FlexAttention")),
     (EVEN, 2, f"{CP} {ROTATE}alltoall", ('"allgather", "ulysses"', "alltoall")),
@@ -52,6 +53,9 @@ ROWS = [
     (TINY, 1, "--training.dtype=float16", ("training.dtype", "loss scaling")),
     (TINY, 1, "--training.mixed_precision_param=float16", ("mixed_precision_param",)),
     (TINY, 1, "--training.mixed_precision_reduce=float16", ("mixed_precision_reduce",)),
+    # Chunks of the loss.
+    (TINY, 1, f"{CHUNKS}17", ("training.loss_chunks = 17", "16 tokens", "at most 16")),
+    (TINY, 1, f"{CHUNKS}9 {VALIDATION}8", ("training.loss_chunks = 9", "at most 8")),
     # Adapters.
     (LORA, 2, "--lora.patterns=['*.w9']", ("*.w9", "layers.*.attention.wq")),
     (LORA, 2, "--lora.patterns=[]", ("lora.patterns", "no matrix")),

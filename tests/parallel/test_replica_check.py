@@ -64,10 +64,10 @@ def bytes_compared(argv: list[str], folder: str) -> int:
     run = trainer(argv, folder)
     sent = list[int]()
 
-    def see(_: str, args: tuple[Any, ...], __: Any) -> None:
-        sent.append(args[0].nbytes)
-
-    with watching(torch.distributed, ["all_reduce"], see):
+    all_reduce = watching(
+        torch.distributed, ["all_reduce"], lambda _, args, __: sent.append(args[0].nbytes)
+    )
+    with all_reduce:
         check_replicas(run.parts, "", run.report.context, run.runner.optimizer)
     return sum(sent)
 

@@ -13,7 +13,7 @@ import titanlite
 from tests.checkpoint.layouts import LAYOUTS, save_and_load_everywhere
 from tests.checkpoint.saved import SAVING, digests, joined, run_until
 from tests.checkpoint.test_load import refused
-from tests.jobs import MOE, TINY, keeping_log, run_to_end, trainer
+from tests.jobs import MOE, TINY, run_to_end, trainer
 from tests.lanes import sample
 from tests.messages import says
 from tests.parallel.rows import (
@@ -31,6 +31,7 @@ from tests.parallel.rows import (
     Row,
     cut_and_straight,
 )
+from tests.train.test_rank_facts import log_of_start
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import read_manifest, read_state
 from titanlite.cli import main
@@ -87,12 +88,6 @@ def test_state_saved_on_any_mesh_loads_on_any_other(pool, tmp_path, model, layou
     assert save_and_load_everywhere(pool, tmp_path, layouts, model) == []
 
 
-def log_of_a_start(argv: list[str], folder: str) -> list[str]:
-    log, lines = keeping_log()
-    trainer(argv, folder, log)
-    return lines
-
-
 def log_of_a_start_with_dropout_in_blocks(argv: list[str], folder: str) -> list[str]:
     def build(*arguments: Any) -> Any:
         parts, notes = build_parts(*arguments)
@@ -101,7 +96,7 @@ def log_of_a_start_with_dropout_in_blocks(argv: list[str], folder: str) -> list[
         return parts, notes
 
     with patch("titanlite.train.trainer.build_parts", build):
-        return log_of_a_start(argv, folder)
+        return log_of_start(argv, folder)
 
 
 @pytest.mark.long
@@ -138,7 +133,7 @@ def test_the_room_that_checkpoints_of_stages_need_is_that_of_the_whole_model(poo
     argv, sizes = [*EVEN, *SAVES, "--checkpoint.keep_latest_k=1000000000"], set[str]()
     for world, words in ((1, []), (2, [PP])):
         folder = str(tmp_path / str(world))
-        lines = pool.run(log_of_a_start, [*argv, *words], folder, world=world)[0]
+        lines = pool.run(log_of_start, [*argv, *words], folder, world=world)[0]
         (warning,) = [line for line in lines if "room for" in line]
         sizes |= {*re.findall(r"more checkpoints of (.*);", warning)}
     assert len(sizes) == 1

@@ -189,8 +189,7 @@ def test_variants_follow_from_the_fields_of_a_model():
     assert [*gpt2.variants] == ["plain", "frozen"] and gpt2.tied
 
 
-def test_layouts_that_a_model_refuses_are_skipped_with_the_reason(monkeypatch):
-    monkeypatch.syspath_prepend(OUTSIDE)
+def test_layouts_that_a_model_refuses_are_skipped_with_the_reason():
     parrot = model_of(*PARROT)
     assert parrot.name == "parrot small" and not any("tp" in layout for layout in parrot.layouts)
     says(parrot.refused_layouts["tp2"], "attention heads")
@@ -223,10 +222,7 @@ def test_only_selects_rows_by_number_and_layout():
             selected(llama, rows, only)
 
 
-def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_not_fit(
-    monkeypatch, capsys
-):
-    monkeypatch.syspath_prepend(OUTSIDE)
+def test_a_wrong_table_is_refused_once_with_every_parameter_and_row_that_does_not_fit(capsys):
     spec = get_model("parrot", "parrot")
     rules = (
         *spec.rules(None)[1:],
@@ -248,7 +244,6 @@ def test_cached_results_depend_on_the_code_of_titanlite_and_the_model(monkeypatc
     names = {f"{path.parent.name}/{path.name}" for path in source_files(model_of())}
     assert {"common/attention.py", "llama3/model.py", "verify/table.toml"} <= names
     assert {"verify/table.py", "optim/grad_norm.py"} <= names
-    monkeypatch.syspath_prepend(OUTSIDE)
     own = {Path(OUTSIDE) / "parrot" / name for name in ("__init__.py", "model.py")}
     assert own <= source_files(model_of(*PARROT))
     (tmp_path / "alone.py").write_text("")

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.jobs import MOE, OUTSIDE, TINY, job
+from tests.jobs import MOE, TINY, job
 from tests.lanes import sample
 from tests.messages import refused
 from tests.planner.plan_check import ROWS, check, missing_gathers
@@ -41,8 +41,7 @@ def test_a_gather_too_many_is_named_with_its_dimension():
     assert found.startswith("22 all-gathers on tp")
 
 
-def test_a_converter_of_a_package_is_refused_by_name(monkeypatch):
-    monkeypatch.syspath_prepend(OUTSIDE)
+def test_a_converter_of_a_package_is_refused_by_name():
     with refused("not planned: model.converters"):
         plan_step(job([*TINY, "--model.converters=['louder']", "--model.package=louder"], 2))
 

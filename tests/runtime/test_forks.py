@@ -3,7 +3,6 @@ fork is not safe, ranks are new interpreters, and the launcher says why.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.jobs import TINY
 from tests.messages import says
-from tests.runs import children, environment, run, start, wait_for
+from tests.runs import children, python, run, start, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux adopts orphans")
 WHY = "what its launcher imports is the point"
@@ -55,13 +54,7 @@ print(json.dumps(codes))
 
 
 def test_a_fork_is_like_a_new_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SERVER],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", SERVER, folder=tmp_path)
     assert done.stdout.startswith("printed once[") and not done.stderr, done
     assert json.loads(done.stdout.removeprefix("printed once")) == [0, 0, 7, -9, 1]
     first, second = (json.loads((tmp_path / f"{rank}.log").read_text()) for rank in (0, 1))

@@ -12,7 +12,18 @@ import pytest
 
 from tests.jobs import TINY, job
 from tests.messages import refused, says
-from tests.runs import Run, command, descendants, finish, left_over, losses, run, start
+from tests.runs import (
+    Run,
+    command,
+    descendants,
+    finish,
+    left_over,
+    losses,
+    run,
+    signal_all,
+    start,
+    wait_for,
+)
 from titanlite.cli import main
 from titanlite.config.load import ConfigError
 
@@ -25,9 +36,10 @@ ARGV = [*LONG, "--checkpoint.interval=10"]
 
 def until_saved(process, folder: Path) -> None:
     """Wait until a run has noted that the bucket has step 30."""
-    file, deadline = folder / ".saved", time.monotonic() + 300
-    while not file.exists() or int(file.read_text().split()[0]) < 30:
-        assert time.monotonic() < deadline and process.poll() is None, finish(process)
+    file = folder / ".saved"
+    wait_for(file, process, 300)
+    while int(file.read_text().split()[0]) < 30:
+        assert process.poll() is None, finish(process)
         time.sleep(0.02)
 
 
@@ -48,8 +60,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_goes_on_by_the_same_command(
     folder, argv = tmp_path / "run", [*ARGV, f"--checkpoint.folder={url}"]
     process = start(argv, folder, **here)
     until_saved(process, folder)
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+    signal_all(process)
     process.wait()
     shutil.rmtree(folder)
     code, out = finish(start(argv, folder, **here))

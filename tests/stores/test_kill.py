@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.failpoints import FAILPOINTS, ON_EVERY_RANK
-from tests.faults.rounds import Bucket, Plan, Soak, Watcher, planned
+from tests.faults.rounds import Bucket, Plan, Soak, planned, watched
 from tests.stores.server import BUCKET, using
 from titanlite.runtime.store import LocalPath
 
@@ -19,13 +19,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory, port_of: Callable[[str], int]
     folder = LocalPath(tmp_path_factory.mktemp("soak"), "run")
     folder.mkdir()
     with using(port_of("s3")):
-        soak = Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port_of("s3")))
-        watcher = Watcher(soak.root)
-        watcher.start()
-        yield soak
-        watcher.end()
-        soak.pool.close()
-    assert watcher.looks and not watcher.missed
+        yield from watched(Soak(folder, bucket=Bucket(f"s3://{BUCKET}/soak", port_of("s3"))))
 
 
 @pytest.mark.parametrize("point", FAILPOINTS[::4])

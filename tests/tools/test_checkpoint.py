@@ -148,8 +148,3 @@ def test_a_package_named_by_a_folder_is_not_imported(run, tool, tmp_path, monkey
         assert not (tmp_path / "ran").exists()
         if code:
             says(out, "--model.package stranger")
-
-
-def test_an_export_goes_into_a_folder_of_this_machine(saved, tool):
-    out = tool("checkpoint export", saved, "s3://bucket/model", code=2)
-    says(out, "s3://bucket/model: legal: a folder here")

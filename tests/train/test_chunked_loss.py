@@ -12,7 +12,6 @@ from tests.jobs import (
     TINY,
     forward_backward,
     gradients,
-    job,
     micro_batches,
     relative_error,
     require_close,
@@ -178,13 +177,6 @@ def test_the_head_s_float32_gradient_ends_with_the_head_s_own_backward_pass():
         look()
         loss.backward()
     assert alive == [0, 1, 0] * 2, "before the head, after its chunks, below it"
-
-
-def test_more_chunks_than_tokens_are_refused():
-    with refused(f"{CHUNKS[2:]} = 17", "16 tokens", "at most 16"):
-        job([*TINY, f"{CHUNKS}=17"], 1)
-    with refused(f"{CHUNKS[2:]} = 9", "at most 8"):
-        job([*TINY, f"{CHUNKS}=9", "--validation.enable", "--validation.seq_len=8"], 1)
 
 
 def test_a_model_that_does_not_call_its_head_is_named():

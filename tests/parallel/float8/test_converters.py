@@ -4,7 +4,6 @@ converts.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.parallel.float8.jobs import (
     WIDE,
 )
 from tests.parallel.rows import CHUNKS, RESHARD, TP, on_a_fake_rank
+from tests.runs import put_driver
 from titanlite.config.load import ConfigError
 from titanlite.launch.nodes import gpu_capability
 from titanlite.launch.preflight import check_machine
@@ -231,14 +231,11 @@ def test_compiled_rows_are_scaled_by_what_eager_norms_would_give(words, rounds):
 
 
 def test_old_gpu_is_refused_unless_float8_is_emulated(tmp_path, monkeypatch):
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\necho 9.0\necho 8.6\n")  # the older of two GPUs decides
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    put_driver(tmp_path, "echo 9.0; echo 8.6", monkeypatch)  # the older of two GPUs decides
     with refused("8.6", "float8", "8.9"):
         check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
     check_device(job([*WIDE, FLOAT8, EMULATED], 1), "cuda", gpu_capability())
     on_cpu = job([*WIDE, FLOAT8, f"--job.dump_folder={tmp_path}"], 1)
     check_machine(on_cpu, "cpu", 1)
-    driver.write_text("#!/bin/sh\necho 9.0\necho 8.9\n")
+    put_driver(tmp_path, "echo 9.0; echo 8.9", monkeypatch)
     check_device(job([*WIDE, FLOAT8], 1), "cuda", gpu_capability())
