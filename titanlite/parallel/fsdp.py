@@ -37,7 +37,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     """
     job = context.job
     if not is_needed(job):
-        return _note_replicas(job)
+        if job.layout.dp_replicate > 1:
+            return [_note(job)]
+        return []
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
     groups: list[list[nn.Module]] = []
@@ -213,15 +215,6 @@ def _dimension_of_experts(
         f"expert (data_parallel_shard x context x tensor / expert parallel), but {ranks} divides "
         f"neither the {experts} experts of a rank nor the {rows} rows of each"
     )
-
-
-def _note_replicas(job: Job) -> list[str]:
-    """Describe replicas without shards for the log, if there are any."""
-    replicas = job.layout.dp_replicate
-    if replicas == 1:
-        return []
-    reduction = job.config.training.mixed_precision_reduce
-    return [f"Applied data parallel with {replicas} replicas, gradients summed in {reduction}"]
 
 
 def _note(job: Job) -> str:
