@@ -46,7 +46,7 @@ from titanlite.observe.console import rank_log
 from titanlite.observe.events import record_event
 from titanlite.runtime import lock
 from titanlite.runtime.cluster import check_torch, read_number, shown_ranks
-from titanlite.runtime.rank_files import ATTEMPT, DEVICE, RESHARD, STOP_SIGNALS
+from titanlite.runtime.rank_files import ATTEMPT, CHOSEN_RESHARD, DEVICE, STOP_SIGNALS
 from titanlite.train.ending import describe_end, describe_stop
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Launch:
         environ = {
             DEVICE: self.device,
             ATTEMPT: str(attempt.number),
-            RESHARD: self._reshard_on(attempt.world),
+            CHOSEN_RESHARD: self._reshard_on(attempt.world),
             **worker_environment(self.nodes, self.processes, os.environ),
         }
         part = to_toml(attempt.config), attempt.ranks, attempt.world, node.address

@@ -13,7 +13,7 @@ log file.
 """
 RESOLVED_CONFIG = "TITANLITE_CONFIG"
 DEVICE = "TITANLITE_DEVICE"
-RESHARD = "TITANLITE_RESHARD"
+CHOSEN_RESHARD = "TITANLITE_RESHARD"
 """Environment variables with the path of the checked config for the workers, and what "auto" stands
 for in job.device and in parallelism.fsdp_reshard_after_forward.
 """

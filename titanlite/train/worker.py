@@ -33,7 +33,13 @@ from titanlite.runtime.cluster import RankInfo, check_torch, rank_info, shown_ra
 from titanlite.runtime.distributed import pick_device, process_group
 from titanlite.runtime.page import OWN_PAGE, EarlyExit
 from titanlite.runtime.parent import exit_with_parent
-from titanlite.runtime.rank_files import DEVICE, FAILED_MARK, LAUNCHED, RESHARD, RESOLVED_CONFIG
+from titanlite.runtime.rank_files import (
+    CHOSEN_RESHARD,
+    DEVICE,
+    FAILED_MARK,
+    LAUNCHED,
+    RESOLVED_CONFIG,
+)
 from titanlite.runtime.store import LocalPath
 from titanlite.train.ending import describe_end, describe_stop
 from titanlite.train.prepared import Prepared
@@ -101,7 +107,7 @@ def _find_job(
     reshard = ""
     if LAUNCHED in environ:
         choice = environ[DEVICE]
-        reshard = environ.get(RESHARD, "")
+        reshard = environ.get(CHOSEN_RESHARD, "")
     device = pick_device(choice, rank.local_rank)
     job = job_from(loaded, world=rank.world, training=True, device=device.type, reshard=reshard)
     return job, device
