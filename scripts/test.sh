@@ -12,6 +12,16 @@ if [ $# -gt 0 ] && [ "$1" != --all ]; then
 fi
 "$python" -m ruff check --output-format concise .
 "$python" -m ruff format --check .
-"$python" -m pyrefly check --output-format min-text
-# Several files at a time, with one pool of ranks each, since tests also wait.
-exec "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$python" -m pyrefly check --output-format min-text >"$types" 2>&1 &  # beside tests, which also wait
+# Several files at a time, with one pool of ranks each, for the same reason.
+status=0
+"$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if wait $!; then
+    tail -n 1 "$types"
+else
+    cat "$types"
+    status=1
+fi
+exit $status

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import logging
 import os
 import runpy
 import signal
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ PRELOAD = (
     "titanlite.launch.preflight titanlite.launch.terminal titanlite.launch.workers "
     "titanlite.planner.plan titanlite.train.worker"
 ).split()
+EXTRAS = ("torchao.float8", "torch._inductor.codegen.triton")
+"""Preloaded too, if they are installed; the first one warns."""
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_LOGS")
 """The beginnings of the names of variables that are read before `main`."""
 
@@ -99,4 +103,9 @@ def serve(requests: socket.socket) -> None:
 if __name__ == "__main__":
     for name in PRELOAD:
         importlib.import_module(name)
+    logging.disable(logging.WARNING)
+    for name in EXTRAS:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     serve(socket.socket(fileno=int(sys.argv[1])))

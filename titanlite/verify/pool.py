@@ -43,6 +43,7 @@ as a run."""
 INDUCTOR_MODULE = "torch._inductor.compile_fx"
 """Preloaded if rows compile: torch.compile imports it in every new rank, which takes seconds."""
 
+_PRELOAD = ("titanlite.verify.pool", "torch.distributed.fsdp")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _FORK_SERVERS: dict[frozenset[str], ForkServer] = {}
 
@@ -63,7 +64,7 @@ class Pool:
         self.device = device
         self.log = log
         """The file for the ranks' stderr, or an empty string."""
-        self._preload = ["titanlite.verify.pool", "torch.distributed.fsdp", *preload]
+        self._preload = preload
         self._generation = 0
         """How often new groups were created; part of their name."""
         self._world = 0
@@ -205,11 +206,12 @@ def fork_server(preload: Sequence[str]) -> ForkServer:
 
     multiprocessing has only one per process, with the modules of whoever started it first.
     """
+    needed = (*_PRELOAD, *preload)
     for modules, server in _FORK_SERVERS.items():
-        if modules.issuperset(preload):
+        if modules.issuperset(needed):
             return server
-    server = _FORK_SERVERS[frozenset(preload)] = ForkServer()
-    server.set_forkserver_preload([*preload])
+    server = _FORK_SERVERS[frozenset(needed)] = ForkServer()
+    server.set_forkserver_preload([*needed])
     return server
 
 

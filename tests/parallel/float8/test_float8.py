@@ -47,7 +47,6 @@ from tests.parallel.rows import (
 from titanlite.checkpoint.load import load_tensors
 from titanlite.parallel.dtensor import plain
 from titanlite.parallel.float8 import ROWWISE_SCALES_ON_CPU
-from titanlite.verify.pool import Pool
 
 BOUNDS = {"tensorwise": 0.06, "rowwise": 0.06, "rowwise_with_gw_hp": 0.02}
 """Largest error of all gradients together, of float32's; here it was 0.029, 0.036 and 0.010. See
@@ -62,16 +61,6 @@ IN_FLOAT8 = [*WIDE, FLOAT8, EMULATED]
 
 def recipe(name: str, *more: str) -> list[str]:
     return [*IN_FLOAT8, RECIPE + name, *more]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Ranks that share one import of torchao, which takes seconds."""
-    pytest.importorskip("torchao", reason="float8 needs the extra float8")
-    preload = "titanlite.train.trainer torch._dynamo torchao.float8 torch._inductor.codegen.triton"
-    ranks = Pool(4, preload.split())
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
