@@ -43,7 +43,7 @@ def test_state_on_a_disk_is_read_and_written_there_and_not_in_memory():
     given, on_disk = job(OFFLOAD, 2), job([*OFFLOAD, *DISK], 2)
     size = static_bytes(given)["optimizer"]
     plain, plan = (make_plan(one, H100) for one in (given, on_disk))
-    buffers = buffer_bytes(2, on_disk.config)
+    buffers = buffer_bytes(on_disk.config)
     assert plain.on_host - size - 8192 <= plan.on_host - buffers <= plain.on_host - size
     (term,) = [term for term in plan.speed.terms if term.resource == "disk"]
     assert term.amount == 2 * size and term.seconds == pytest.approx(2 * size * 8 / 5e9)

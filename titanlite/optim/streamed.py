@@ -27,6 +27,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.optim.state_store import ALIGNMENT, OnDevice, OnDisk, OnHost
 from titanlite.optim.update import update
 from titanlite.parallel.dtensor import local_part, with_shard
+from titanlite.registry import get_optimizer
 
 _NUMEL = ALIGNMENT << 8
 """The most elements of a piece; larger ones are not faster on a disk."""
@@ -192,12 +193,12 @@ class Streamed(torch.optim.Optimizer):
         return [*states.values()]
 
 
-def buffer_bytes(states: int, config: JobConfig) -> int:
-    """Return the bytes on the parameters' device through which a step streams `states` tensors."""
+def buffer_bytes(config: JobConfig) -> int:
+    """Return the bytes on the parameters' device through which a step streams its state."""
     rows = 2 * is_wider(config)
     slots = 1
     if place_of_state(config) != "device":
-        rows += states
+        rows += get_optimizer(config.optimizer.name, config.model.package).states
         slots = _SLOTS
     return slots * rows * _NUMEL * getattr(torch, state_dtype(config)).itemsize
 

@@ -53,7 +53,6 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
-from titanlite.registry import get_optimizer
 from titanlite.train.forward import build_runner, take
 from titanlite.train.guard import StepGuard
 from titanlite.train.loss import count_valid
@@ -127,8 +126,7 @@ def _with_streamed_state(
     beside = "host" if offloaded else "optimizer"
     kept = {"device": beside, "host": "host" if as_on_cuda else beside}.get(place, DISK)
     static = {**found.static, kept: found.static.get(kept, 0) + state}
-    states = get_optimizer(config.optimizer.name, config.model.package).states
-    buffers = buffer_bytes(states, config)
+    buffers = buffer_bytes(config)
     operations = []
     for one in found.operations:
         if kept != DISK:
