@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from tests.jobs import FLOAT64, TINY, relative_error, require_close, run_to_end, trainer, weights
 from tests.lanes import sample
-from tests.messages import refused
 from tests.optim.test_bf16_state import optimizer_state
 from tests.parallel.rows import watching
 from titanlite.optim import muon
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.muon import Muon, owners_of
-from titanlite.verify.pool import RankFailed
 
 MUON = [*TINY, "--optimizer.name=Muon", "--model.overrides.n_kv_heads=2"]
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
@@ -144,9 +142,3 @@ def test_a_stage_with_nothing_to_train_takes_part(pool, tmp_path):
     ranks = pool.run(run_to_end, pp, str(tmp_path / "stages"), world=2)
     weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
     require_close(weights, alone["weights"], 1e-5)
-
-
-def test_a_model_without_matrices_to_train_is_refused(pool, tmp_path):
-    argv = [*MUON, '--model.freeze=["layers.*"]']
-    with refused("optimizer.name", "Muon", "AdamW", kind=RankFailed):
-        pool.run(run_to_end, argv, str(tmp_path), world=1)

@@ -45,7 +45,7 @@ def names(*argv: str) -> tuple[set[str], set[str]]:
     tested = job([*argv], 1)
     model, table = build_model(tested)
     no_decay = tested.config.optimizer.no_decay
-    check_trained(model, no_decay)
+    check_trained(model, table, tested)
     trained = trained_parameters([model], table, "layers", no_decay)
     return {item.name for item in trained}, {item.name for item in trained if not item.decays}
 
@@ -72,6 +72,11 @@ def test_norms_and_biases_are_not_decayed():
 def test_a_pattern_without_effect_or_one_that_freezes_all_is_refused(key, pattern, named):
     with refused(key, named):
         names(*PARROT, f"--{key}=['{pattern}']")
+
+
+def test_muon_without_a_matrix_to_train_is_refused_before_ranks_start():
+    with refused("optimizer.name", "Muon", "AdamW"):
+        names(*TINY, "--optimizer.name=Muon", '--model.freeze=["layers.*"]')
 
 
 def test_a_gain_is_not_decayed_by_its_role_whatever_its_name():

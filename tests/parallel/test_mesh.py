@@ -49,6 +49,11 @@ def test_every_rank_is_in_the_groups_of_its_layout(layout):
             if layout.tp > 1:
                 own = ranks_that_share("pp", "dp_replicate", "dp_shard", "cp")
                 assert mesh.tp.mesh.tolist() == own
+            place = dist.get_process_group_ranks(mesh.stage).index(rank)
+            views = [mesh.world, mesh.fsdp, mesh.tp, mesh.experts, mesh.ep]
+            for view in filter(None, views):
+                known = mesh.coordinates(view.mesh_dim_names or ())[place]
+                assert known == tuple(view.get_coordinate() or ())
             groups = {mesh.data: ("pp", "tp"), mesh.loss: ("tp",), mesh.stage: ("pp",)}
             for group, shared in groups.items():
                 assert sorted(dist.get_process_group_ranks(group)) == ranks_that_share(*shared)

@@ -18,7 +18,8 @@ from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.verify.pool import Pool
 
 TENSOR = ROWS[6]
-ALL_ROWS = sample(ROWS, long=[TENSOR], nightly=[one for one in ROWS if one is not TENSOR])
+LONG = [TENSOR, *(one for one in ROWS if one.row.layout == "replicate2 x tp2")]
+ALL_ROWS = sample(ROWS, long=LONG, nightly=[one for one in ROWS if one not in LONG])
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 config/rules checks them, and parallel/mesh builds from them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -85,6 +86,13 @@ class Layout:
         for name, degree in zip(reversed(DIMENSIONS), reversed(self.degrees), strict=True):
             rank, coordinates[name] = divmod(rank, degree)
         return {name: coordinates[name] for name in DIMENSIONS}
+
+    def place(self, rank: int, dimensions: Sequence[str]) -> tuple[int, ...]:
+        """Return a rank's coordinate on some dimensions of any view of the mesh."""
+        of = self.coordinates(rank)
+        of["dp_shard_cp"] = of["dp_shard"] * self.cp + of["cp"]
+        of["efsdp"], of["ep"] = divmod(of["dp_shard_cp"] * self.tp + of["tp"], self.ep)
+        return tuple(of[name] for name in dimensions)
 
     def batch_coordinate(self, rank: int) -> int:
         """Return which of the `data_parallel` data streams a rank reads."""

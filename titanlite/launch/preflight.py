@@ -79,7 +79,7 @@ def check_machine(
         built = check(build_model, job)
         if built:
             prepared.model = model, table = built
-            check(check_trained, model, job.config.optimizer.no_decay)
+            check(check_trained, model, table, job)
             check(tensor_parallel.check, model, table, job.layout.tp)
             check(replicated.kept_whole, job, table)
             if job.config.quantize.linear.float8.enable:

@@ -12,11 +12,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import schema
+from titanlite.config.job import Job
 from titanlite.config.optimizer_state import state_dtype, streams_state
 from titanlite.config.schema import JobConfig
 from titanlite.errors import UserError
@@ -24,6 +24,7 @@ from titanlite.optim.bf16_state import BF16State
 from titanlite.optim.streamed import Streamed
 from titanlite.parallel.build import named_parameters
 from titanlite.parallel.dtensor import local_part
+from titanlite.parallel.mesh import Mesh
 from titanlite.registry import OptimizerSpec, Role, Rule, get_optimizer
 
 
@@ -42,8 +43,12 @@ class TrainedParam:
     """
 
 
-def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
-    """Raise if no parameter is trained, or a `no_decay` pattern matches none that is."""
+def check_trained(model: nn.Module, table: dict[str, Rule], job: Job) -> None:
+    """Raise if no parameter is trained, a pattern of optimizer.no_decay matches none that is, or
+    none is of the kind that the optimizer is for.
+    """
+    settings = job.config.optimizer
+    no_decay = settings.no_decay
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise UserError("model.freeze leaves nothing to train")
@@ -54,6 +59,13 @@ def check_trained(model: nn.Module, no_decay: Sequence[str]) -> None:
     for pattern in set(no_decay) - {"norms", "biases"}:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f'optimizer.no_decay: "{pattern}" matches no trained parameter')
+    if _spec(job.config).matrix_states is not None:
+        trained = trained_parameters([model], table, job.spec.blocks, no_decay)
+        if not any(item.is_hidden_matrix for item in trained):
+            raise UserError(
+                f'optimizer.name = "{settings.name}" finds no trained matrix inside the model\'s '
+                "blocks; use AdamW"
+            )
 
 
 def trained_parameters(
@@ -92,17 +104,17 @@ def build_optimizer(
     trained: Sequence[TrainedParam],
     config: JobConfig,
     seed: int = 0,
-    stage: dist.ProcessGroup | None = None,
+    mesh: Mesh | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names, with its state in optimizer.state_dtype on
     optimizer.state_on.
 
-    `stage` is the group of the ranks that share the parameters, None for all.
+    Without a mesh there is only this process.
     """
     spec = _spec(config)
     arguments: list[Any] = [trained, config]
     if spec.communicates:
-        arguments.append(stage)
+        arguments.append(mesh)
     optimizer = resolve_name(spec.build)(*arguments)
     if config.optimizer.state_dtype == "bfloat16":
         # The state of offloaded parameters is on the CPU, whose kernels need another compiler.

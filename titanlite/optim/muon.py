@@ -11,22 +11,21 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from titanlite.config.schema import JobConfig
-from titanlite.errors import UserError
 from titanlite.optim.bf16_state import chunk_by_numel
 from titanlite.optim.build import TrainedParam, adam_options, groups
 from titanlite.parallel.collectives import send_rows
 from titanlite.parallel.dtensor import local_part
+from titanlite.parallel.mesh import Mesh
 from titanlite.registry import Box
 from titanlite.runtime import torch_private
-from titanlite.runtime.distributed import gather_objects
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,7 +37,7 @@ EPS = 1e-7
 
 
 def muon(
-    trained: Sequence[TrainedParam], config: JobConfig, stage: dist.ProcessGroup | None = None
+    trained: Sequence[TrainedParam], config: JobConfig, mesh: Mesh | None = None
 ) -> torch.optim.Optimizer:
     """Build Muon for the hidden matrices, with AdamW for the rest.
 
@@ -46,16 +45,12 @@ def muon(
     """
     settings = config.optimizer
     matrices = [item for item in trained if item.is_hidden_matrix]
-    if not any(gather_objects(bool(matrices), dist.group.WORLD)):  # a pipeline stage may have none
-        raise UserError(
-            "optimizer.name: Muon finds no trained matrix inside the model's blocks; use AdamW"
-        )
     rest = [item for item in trained if not item.is_hidden_matrix]
     both = groups(matrices, settings, matrices=True) + groups(rest, settings, matrices=False)
     # An empty group has no parameter names, and torch requires names in all groups or in none.
     parameters = [group for group in both if group["params"]] or both[:1]
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return Muon(parameters, dtype, stage, **adam_options(settings))
+    return Muon(parameters, dtype, mesh, **adam_options(settings))
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
@@ -140,23 +135,17 @@ class Muon(torch.optim.AdamW):
         self,
         parameters: list[dict[str, Any]],
         dtype: torch.dtype,
-        stage: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
         **adamw: Any,
     ) -> None:
         super().__init__(parameters, **adamw)
-        group = stage or dist.group.WORLD
         self._dtype = dtype
-        self._group = group
+        self._mesh = mesh
         self._rank = 0
         self._ranks = 1
-        if group:
-            self._rank = dist.get_rank(group)
-            self._ranks = dist.get_world_size(group)
-        meshes = dict.fromkeys(_mesh_of(weight) for _, weight, _ in self._weights())
-        own = [mesh.get_coordinate() if mesh else () for mesh in meshes]
-        everyone = gather_objects(own, group)
-        self._coordinates = dict(zip(meshes, zip(*everyone, strict=True), strict=True))
-        """The coordinates of all ranks of the group, on each mesh of a weight."""
+        if mesh:
+            self._rank = dist.get_rank(mesh.stage)
+            self._ranks = dist.get_world_size(mesh.stage)
         self._plans: dict[tuple[str, ...], RankPart] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,33 +204,30 @@ class Muon(torch.optim.AdamW):
                 held.extend(part)
             elif part.numel():
                 held.append(part)
-        if self._ranks == 1 or "" in weights:
+        if not self._mesh or self._ranks == 1 or "" in weights:
             for matrix in held:
                 matrix.copy_(orthogonalize(matrix))
             return
         key = tuple(weights)
         if key not in self._plans:
+            coordinates = cache(self._mesh.coordinates)
             spreads: list[Spread] = []
             for weight in weights.values():
-                spreads += _spreads(weight, self._coordinates[_mesh_of(weight)], self._rank)
+                dimensions: tuple[str, ...] = ()
+                if isinstance(weight, DTensor):
+                    dimensions = weight.device_mesh.mesh_dim_names or ()
+                spreads += _spreads(weight, coordinates(dimensions), self._rank)
             self._plans[key] = _plan(spreads, self._rank, self._ranks)
         plan = self._plans[key]
+        group = self._mesh.stage
         like = parts[0]
         own = dict(zip(plan.held, held, strict=True))
         owned = {number: like.new_empty(size) for number, size in plan.owned.items()}
-        for t, content in _transfer(self._group, plan.gather, lambda t: own[t.matrix], like):
+        for t, content in _transfer(group, plan.gather, lambda t: own[t.matrix], like):
             owned[t.matrix][t.box] = content.view_as(owned[t.matrix][t.box])
         owned = {number: orthogonalize(matrix) for number, matrix in owned.items()}
-        for t, content in _transfer(
-            self._group, plan.scatter, lambda t: owned[t.matrix][t.box], like
-        ):
+        for t, content in _transfer(group, plan.scatter, lambda t: owned[t.matrix][t.box], like):
             own[t.matrix].copy_(content.view_as(own[t.matrix]))
-
-
-def _mesh_of(weight: torch.Tensor) -> DeviceMesh | None:
-    if isinstance(weight, DTensor):
-        return weight.device_mesh
-    return None
 
 
 def _spreads(
@@ -268,7 +254,7 @@ def _spreads(
 
 
 def _transfer(
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     route: Route,
     content: Callable[[Transfer], torch.Tensor],
     like: torch.Tensor,

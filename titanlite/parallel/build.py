@@ -5,7 +5,7 @@ a part of it.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +38,14 @@ class Converter(Protocol):
         """React to new weights: before the first step and after each one."""
 
 
+def sizes_on_host(sizes: torch.Tensor, rows: int) -> list[list[int]]:
+    """Return how many of `rows` go to each rank of experts, and how many come from it.
+
+    Only this waits for the device, since collectives take their sizes from the host.
+    """
+    return sizes.tolist()
+
+
 @dataclass(frozen=True)
 class Context:
     """What every technique receives besides the model part."""
@@ -48,6 +56,8 @@ class Context:
     """The rule of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
+    sizes_on_host: Callable[[torch.Tensor, int], list[list[int]]] = sizes_on_host
+    """A rehearsal, which has no values, passes another one."""
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
         """Return a part's blocks by their number in the whole model."""

@@ -66,17 +66,11 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     if settings.enable and "model" in settings.components:
         places = torch.compile(places, fullgraph=True, dynamic=True, backend=settings.backend)
     for module in expert_modules(model, context.table).values():
-        forward = partial(_dispatch, mesh.get_group(), module.forward, places)
+        forward = partial(
+            _dispatch, mesh.get_group(), module.forward, places, context.sizes_on_host
+        )
         module.forward = forward  # type: ignore[method-assign]
     return []
-
-
-def exchange_sizes_on_host(sizes: Tensor, rows: int) -> list[list[int]]:
-    """Return how many of `rows` go to each rank, and how many come from it.
-
-    Only this waits for the device, since collectives take their sizes from the host.
-    """
-    return sizes.tolist()
 
 
 def expert_modules(model: nn.Module, table: Mapping[str, Rule]) -> dict[str, nn.Module]:
@@ -127,6 +121,7 @@ def _dispatch(
     group: dist.ProcessGroup,
     compute: Callable[[Tensor, Tensor], Tensor],
     places: Places,
+    sizes_on_host: Callable[[Tensor, int], list[list[int]]],
     tokens: Tensor,
     counts: Tensor,
 ) -> Tensor:
@@ -139,7 +134,7 @@ def _dispatch(
     ranks = group.size()
     received = send_rows(counts, group)
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
-    send, receive = exchange_sizes_on_host(sizes, len(tokens))
+    send, receive = sizes_on_host(sizes, len(tokens))
     arrived = AllToAll.apply(tokens, group, send, receive)
     received = received.unflatten(0, (ranks, -1))
     order, position, own_counts = places(received, sum(receive))

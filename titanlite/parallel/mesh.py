@@ -18,6 +18,7 @@ from titanlite.config.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 class Mesh:
     """The mesh of all ranks, and its views by purpose."""
 
+    layout: Layout
     world: DeviceMesh
     """All ranks, with every dimension of the Layout that has more than one: `world["cp"]`."""
     fsdp: DeviceMesh
@@ -40,6 +41,11 @@ class Mesh:
     """Ranks that shard an expert's weights, with the replicas first; None if `fsdp` does."""
     ep: DeviceMesh | None = None
     """Ranks with different experts; from the same root as `experts`."""
+
+    def coordinates(self, dimensions: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the coordinate of each rank of the stage on some dimensions of any view."""
+        ranks = dist.get_process_group_ranks(self.stage)
+        return [self.layout.place(rank, dimensions) for rank in ranks]
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
@@ -66,7 +72,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     loss = data
     if layout.pp > 1:
         loss = views.group("loss", ranks.movedim(-1, 0).flatten(1))
-    whole = Mesh(world, fsdp, submesh(world, "pp"), submesh(sharding, "tp"), data, loss, stage)
+    pp = submesh(world, "pp")
+    whole = Mesh(layout, world, fsdp, pp, submesh(sharding, "tp"), data, loss, stage)
     if not layout.experts_on_own_mesh:
         return whole
     # A third view of the same ranks, in which those of ep are neighbors.

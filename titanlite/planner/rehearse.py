@@ -26,10 +26,9 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
-from titanlite.optim import build_optimizer, muon, optimizer_bytes, trained_parameters
+from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
 from titanlite.optim.streamed import buffer_bytes
-from titanlite.parallel import expert_parallel
-from titanlite.parallel.build import Context, Converter, build_model
+from titanlite.parallel.build import Context, Converter, build_model, sizes_on_host
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
@@ -85,11 +84,11 @@ def rehearse(
     causal_rows.cache_clear()  # cached masks would be missing from this rehearsal's memory
     config = job.config
     mesh = world.mesh(job.layout, rank)
-    context, parts = _skeleton(job, mesh, build_converters(job))
     sizes = partial(stand_ins.balanced, job.shape.experts, rank, imbalance)
+    context, parts = _skeleton(job, mesh, build_converters(job), sizes)
     # A rank's last event frees all sent tensors at once, except on CUDA.
     is_short = not whole and (as_on_cuda or job.layout.pp == 1)
-    with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1, sizes):
+    with job.spec.on_cpu(), _rehearsing(parts, as_on_cuda, job.layout.pp > 1):
         for part in parts:
             allocate(part, context.device)
         guard = StepGuard(config.fault, context.device, job.layout.tp, copy=stand_ins.late_copy)
@@ -159,18 +158,15 @@ def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) 
     trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
     if streams_state(config):
         config = with_values(config, _WITHOUT_STATE)
-    # On real tensors, since an optimizer or a pipeline reads a mesh's values when it is built.
-    gathered = partial(stand_ins.gathered, trained)
-    with real_tensors(), replaced(muon, "gather_objects", gathered):
-        optimizer = build_optimizer(trained, config, 0, context.mesh.stage)
+    # On real tensors, since a pipeline reads a mesh's values when it is built.
+    with real_tensors():
+        optimizer = build_optimizer(trained, config, 0, context.mesh)
         model = build_runner(context, parts, 0, rank)
         return StepRunner(context, model, trained, optimizer)
 
 
 @contextmanager
-def _rehearsing(
-    parts: list[nn.Module], as_on_cuda: bool, is_pipeline: bool, sizes: Callable[..., Any]
-) -> Iterator[None]:
+def _rehearsing(parts: list[nn.Module], as_on_cuda: bool, is_pipeline: bool) -> Iterator[None]:
     with (
         _naming_what_fails(parts),
         stand_ins.as_on_cuda(parts) if as_on_cuda else nullcontext(),
@@ -178,10 +174,8 @@ def _rehearsing(
         fake_tensor_mode(),
         waiting_as_on_a_device(),
         without_values(),
-        replaced(expert_parallel, "exchange_sizes_on_host", sizes),
-        replaced(moe, "sizes_on_host", stand_ins.even_groups),
+        replaced(moe, "sizes_on_host", stand_ins.even_groups),  # models have no Context
         replaced(torch, "compile", compile_without_code),
-        replaced(muon, "_plan", partial(stand_ins.with_real_values, muon._plan)),
     ):
         yield
 
@@ -198,7 +192,7 @@ def static_bytes(job: Job) -> dict[str, int]:
     """
     with FakeWorld() as world:
         eager = replace(job, config=with_values(job.config, {"compile.enable": False}))
-        context, parts = _skeleton(eager, world.mesh(job.layout), [])
+        context, parts = _skeleton(eager, world.mesh(job.layout))
         trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay=())
         whole = nn.ModuleList(parts)
         return {
@@ -239,14 +233,17 @@ def count_later_step(runner: StepRunner, micro_batches: Sequence[MicroBatch]) ->
 
 
 def _skeleton(
-    job: Job, mesh: Mesh, converters: Sequence[Converter]
+    job: Job,
+    mesh: Mesh,
+    converters: Sequence[Converter] = (),
+    sizes: Callable[..., list[list[int]]] = sizes_on_host,
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
     # Inductor, which implements the overlap, generates no code in a rehearsal.
     alone = {"parallelism.enable_async_tensor_parallel": False}
     job = replace(job, config=with_values(job.config, alone))
-    context = Context(job, mesh, table, torch.device("cpu"), converters)
+    context = Context(job, mesh, table, torch.device("cpu"), converters, sizes)
     with replaced(torch, "compile", compile_without_code):
         parts, _ = parallelize(model, context)
     return context, parts

@@ -8,39 +8,11 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from titanlite.optim import TrainedParam
 from titanlite.planner.counting import Counting
-from titanlite.planner.torch_private import CPU_ATTENTION, real_tensors, replaced
-
-
-def gathered(trained: Sequence[TrainedParam], value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the result of gathering a value from every rank. Muon gathers two: whether a rank has
-    matrices, and its coordinates on their meshes.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if isinstance(value, bool):
-        return [True] * len(ranks)
-    matrices = [item for item in trained if item.is_hidden_matrix]
-    matrices.sort(key=lambda one: (one.decays, isinstance(one.parameter, DTensor)), reverse=True)
-    meshes = dict.fromkeys(getattr(item.parameter, "device_mesh", None) for item in matrices)
-    return [[_coordinate(mesh, rank) for mesh in meshes] for rank in ranks]
-
-
-def with_real_values(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that reads the tensors it creates, such as a matrix's offsets in a mesh."""
-    with real_tensors():
-        return function(*args)
-
-
-def _coordinate(mesh: DeviceMesh | None, rank: int) -> Sequence[int]:
-    if mesh is None:
-        return ()
-    return (mesh.mesh == rank).nonzero()[0].tolist()
+from titanlite.planner.torch_private import CPU_ATTENTION, replaced
 
 
 def balanced(

@@ -94,9 +94,7 @@ class OptimizerSpec:
     unused: tuple[str, ...] = ()
     """Keys of [optimizer] that have no effect on it."""
     communicates: bool = False
-    """Whether the function also gets the process group of the ranks that share the parameters (None
-    if it is all ranks).
-    """
+    """Whether the function also gets the Mesh; None if there is only one process."""
     elementwise: bool = False
     """Whether it updates each element in place from its own gradient and state, and keeps its
     numbers in tensors, so that optimizer.state_on can cut parameters into pieces.

@@ -105,10 +105,13 @@ def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int
 def _shard_at(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any
 ) -> tuple[Sequence[int], Sequence[int]]:
-    # torch 2.14; 2.11 read only. The public API gives the shape of this rank's only.
+    # torch 2.14; 2.11 read only. The public API gives the shape of this rank's only. It computes
+    # with tensors, which are real in a rehearsal too.
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    return _compute_local_shape_and_global_offset(shape, mesh, [*coordinate], placements)
+    with _disable_current_modes():
+        return _compute_local_shape_and_global_offset(shape, mesh, [*coordinate], placements)
 
 
 def shard_offset(tensor: "DTensor") -> tuple[int, ...]:

@@ -438,7 +438,7 @@ def _build_model(
 ) -> tuple[nn.Module, Context]:
     """Return the whole model on the meta device, and the context of the techniques."""
     model, table = prepared.model or build_model(job)
-    check_trained(model, job.config.optimizer.no_decay)
+    check_trained(model, table, job)
     converters = prepared.converters or build_converters(job)
     return model, Context(job, mesh, table, device, converters)
 
@@ -468,7 +468,7 @@ def _build_step_runner(
     job = context.job
     no_decay = job.config.optimizer.no_decay
     trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-    optimizer = build_optimizer(trained, job.config, seed, context.mesh.stage)
+    optimizer = build_optimizer(trained, job.config, seed, context.mesh)
     return StepRunner(context, build_runner(context, parts, seed, rank), trained, optimizer)
 
 

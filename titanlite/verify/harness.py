@@ -124,9 +124,7 @@ class InstrumentedTrainer(Trainer):
         self.measured[measurements.INITIAL] = measurements.values(self.own_tensors())
         for name, steps in measurements.steps_of(config).items():
             self.runner.optimizer = build_optimizer(
-                self.runner.trained,
-                with_optimizer(config, name),
-                stage=self.runner.context.mesh.stage,
+                self.runner.trained, with_optimizer(config, name), mesh=self.runner.context.mesh
             )
             for _ in range(steps):
                 self.step += 1
