@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.parallel.rows import (
     watching,
 )
 from tests.runs import finish, python, records, run, start
+from titanlite.parallel import replicated
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
@@ -97,8 +99,8 @@ COLLECTIVES = {  # ranks, accumulation, words
         f"{HSDP} {DEFERRED}replicas",
         {"gather 2": 3 * GATHERS, "scatter 2": 3 * GROUPS, "all_reduce 2": GROUPS},
     ),
-    # Its 30 matrices, and all norms together.
-    "replicas": (2, 3, HSDP, {"all_reduce 2": 31}),
+    # Its 30 matrices, which are small, and all norms.
+    "replicas": (2, 3, HSDP, {"all_reduce 2": 2}),
     "partly resharded": (4, 1, f"{RESHARD}2", {"gather 4": GROUPS, "gather 2": GROUPS - 1}),
     "kept whole by replicas": (
         4,
@@ -114,6 +116,14 @@ COLLECTIVES = {  # ranks, accumulation, words
 }
 
 
+def test_replicas_sum_neighboring_small_matrices_together_and_large_ones_in_place():
+    most = replicated._MOST
+    group: Any = None
+    matrices = [torch.nn.Parameter(torch.empty(n, 1)) for n in (most, 10, 10, 2 * most, 10)]
+    sums = replicated.GradientSum(matrices, group, torch.float32, torch.device("cpu"))
+    assert [len(bundle) for bundle in sums._bundles] == [1, 1, 2, 1]
+
+
 @pytest.mark.parametrize("name", sample(COLLECTIVES, *list(COLLECTIVES)[:-3]))
 def test_a_step_issues_the_collectives_of_its_settings(pool, tmp_path, name):
     world, accumulation, words, expected = COLLECTIVES[name]
@@ -124,8 +134,11 @@ def test_a_step_issues_the_collectives_of_its_settings(pool, tmp_path, name):
 
 
 def sums_in_the_backward_pass(argv: list[str], folder: str) -> list[int]:
-    """Return how many sums had started before each micro-batch, and after the last."""
-    run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
+    """Return how many sums had started before each micro-batch, and after the last, if no matrix is
+    small.
+    """
+    with patch.object(replicated, "_MOST", 0):
+        run = trainer([*argv, f"--training.global_batch_size={SAMPLES}"], folder)
     runner = run.runner
     sums: list[int] = []
     seen: list[int] = []

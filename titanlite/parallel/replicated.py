@@ -5,6 +5,7 @@ FSDP2 ignores them; this module sums their gradients over the ranks, once a step
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from titanlite.parallel.dtensor import local_part
 from titanlite.registry import Rule
 
 KEY = "parallelism.fsdp_keep_whole"
+_MOST = 1 << 20
+"""The most elements of matrices that are summed together, such as a block's adapters: a collective
+of them takes longer than to copy them.
+"""
 
 
 def note(context: Context) -> list[str]:
@@ -52,8 +57,8 @@ def replicated_parameters(model: nn.Module, context: Context) -> list[nn.Paramet
 class GradientSum:
     """Sums the gradients of whole parameters over data-parallel ranks, in `dtype`.
 
-    A matrix is summed in place as soon as the last backward pass has its gradient; norms and
-    biases, which are small, in one collective at the end.
+    A matrix is summed in place as soon as the last backward pass has its gradient, small ones
+    together with their neighbors; norms and biases in one collective at the end.
     """
 
     def __init__(
@@ -66,21 +71,29 @@ class GradientSum:
         self._group = group
         self._dtype = dtype
         self._device = device
-        self._matrices: list[nn.Parameter] = []
-        """In an order that all ranks share, close to that of the backward pass."""
+        self._bundles: list[list[nn.Parameter]] = []
+        """Matrices that are summed together, in an order that all ranks share, close to that of the
+        backward pass.
+        """
         self._vectors: list[nn.Parameter] = []
         self._ready: set[nn.Parameter] | None = None
         """The matrices whose gradient is final; None before the last backward pass."""
-        self._started: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._started: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
         """The gradients whose sums have started, what is summed, and the collectives."""
+        room = 0
         for parameter in reversed([*parameters]):
             if not parameter.requires_grad:
                 continue
             if parameter.dim() < 2:
                 self._vectors.append(parameter)
-            else:
-                self._matrices.append(parameter)
-                parameter.register_post_accumulate_grad_hook(self._add)
+                continue
+            numel = local_part(parameter).numel()
+            if not self._bundles or numel > room:
+                self._bundles.append([])
+                room = _MOST
+            self._bundles[-1].append(parameter)
+            room -= numel
+            parameter.register_post_accumulate_grad_hook(self._add)
 
     def start(self) -> None:
         """Sum what the next backward pass finishes."""
@@ -95,29 +108,33 @@ class GradientSum:
             return
         assert isinstance(parameter, nn.Parameter)
         self._ready.add(parameter)
-        while len(self._started) < len(self._matrices):
-            following = self._matrices[len(self._started)]
-            if following not in self._ready:
+        while len(self._started) < len(self._bundles):
+            following = self._bundles[len(self._started)]
+            if not self._ready.issuperset(following):
                 break
-            self._start_sum(following)
+            self._start_sum([*map(_gradient_of, following)])
 
-    def _start_sum(self, parameter: nn.Parameter) -> None:
-        gradient = _gradient_of(parameter)
-        summed = gradient.to(self._dtype, memory_format=torch.contiguous_format)
+    def _start_sum(self, gradients: list[torch.Tensor]) -> None:
+        if len(gradients) == 1:
+            summed = gradients[0].to(self._dtype, memory_format=torch.contiguous_format)
+        else:
+            summed = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])
         work = dist.all_reduce(summed, group=self._group, async_op=True)
-        self._started.append((gradient, summed, work))
+        self._started.append((gradients, summed, work))
 
     def finish(self) -> None:
         """Sum all other gradients, and wait for all sums."""
-        parameters = [*self._matrices, *self._vectors]
+        parameters = [*chain(*self._bundles), *self._vectors]
         used = [parameter.grad is not None for parameter in parameters]
-        for parameter in self._matrices[len(self._started) :]:
-            self._start_sum(parameter)
+        for bundle in self._bundles[len(self._started) :]:
+            self._start_sum([*map(_gradient_of, bundle)])
         ranks_using = self._sum_vectors(used)
-        for gradient, summed, work in self._started:
+        for gradients, summed, work in self._started:
             work.wait()
-            if summed is not gradient:
-                gradient.copy_(summed)
+            if summed is not gradients[0]:
+                sums = summed.flatten().split([gradient.numel() for gradient in gradients])
+                for gradient, one in zip(gradients, sums, strict=True):
+                    gradient.copy_(one.view_as(gradient))
         self._started = []
         self._ready = None
         if not all(used):
@@ -126,18 +143,14 @@ class GradientSum:
                     parameter.grad = None
 
     def _sum_vectors(self, used: list[bool]) -> torch.Tensor:
-        """Sum the gradients of vectors; return how many ranks use each parameter."""
-        gradients = [_gradient_of(parameter) for parameter in self._vectors]
-        flat = [gradient.flatten().to(self._dtype) for gradient in gradients]
+        """Start the sum of the gradients of vectors; return what will be the number of
+        ranks that use each parameter.
+        """
         if all(used):  # filled on the device: a copy from the host would wait
-            flat.append(torch.ones(len(used), dtype=self._dtype, device=self._device))
+            ranks_using = torch.ones(len(used), dtype=self._dtype, device=self._device)
         else:
-            flat.append(torch.tensor(used, dtype=self._dtype, device=self._device))
-        total = torch.cat(flat)
-        dist.all_reduce(total, group=self._group)
-        *totals, ranks_using = total.split([*(g.numel() for g in gradients), len(used)])
-        for gradient, summed in zip(gradients, totals, strict=True):
-            gradient.copy_(summed.view_as(gradient))
+            ranks_using = torch.tensor(used, dtype=self._dtype, device=self._device)
+        self._start_sum([*map(_gradient_of, self._vectors), ranks_using])
         return ranks_using
 
 
