@@ -13,8 +13,8 @@ from titanlite.verify.model_under_test import read_model
 from titanlite.verify.runner import row_runner
 from titanlite.verify.table import EXTRA, Row
 
-SAMPLED = [("llama3", "tp2", "float64")]  # model, layout, precision
-MORE = [
+LONG = [  # model, layout, precision
+    ("llama3", "tp2", "float64"),
     ("gpt2", "cp2", "float32"),
     ("llama3", "cp2", "float64"),
     ("parrot", "hsdp2x2", "float64"),
@@ -75,7 +75,7 @@ def verified(pool):
 
 @pytest.mark.parametrize(
     ("name", "layout", "precision"),
-    sample(SAMPLED + MORE + NIGHTLY, *SAMPLED, nightly=NIGHTLY),
+    sample(LONG + NIGHTLY, nightly=NIGHTLY),
 )
 def test_training_equals_the_plain_module_in_one_process(verified, name, layout, precision):
     """Only the command runs compiled ones."""

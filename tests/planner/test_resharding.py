@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.jobs import TINY, job
 from tests.messages import says
 from tests.planner.steps import H100
@@ -24,6 +26,7 @@ def gpu_of(size: int) -> Hardware:
     return replace(H100, gpu=replace(H100.gpu, memory_gib=size / GIB), reserve=reserve)
 
 
+@pytest.mark.long
 def test_parameters_stay_gathered_if_that_fits_to_the_byte():
     assert AUTO.config == job(TINY, 2).config
     assert kept_gathered(AUTO).config == job([*TINY, f"--{RESHARD}=never"], 2).config
