@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The nightly checks: ./scripts/nightly.sh [MINUTES of each soak, 20 by default [STEP ...]]
-# The tests marked nightly (commands of the README and the tutorials), 200 random plans (half of them compared with
-# whole rehearsals, half with processes), everything that compiles for fake GPUs, the rest of verify's rows, soaks, and
-# an installation of the wheel with only its declared dependencies.
+# The tests marked nightly (commands of the README and the tutorials, and what compiles for fake GPUs), 200 random plans
+# (half of them compared with whole rehearsals, half with processes), the rest of verify's rows, soaks, and an
+# installation of the wheel with only its declared dependencies.
 # scripts/nightly.txt is the record of each step's last run, in their order: it is committed.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,17 +33,22 @@ step() {  # NAME COMMAND …
     cp "$logs/record" "$record"
 }
 
-# With declared packages only; called by its name.
+# These are called by their names.
 # shellcheck disable=SC2329
-from_wheel() {
+marked() {
+    "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nightly -o faulthandler_timeout=3000 "$@"
+}
+
+# shellcheck disable=SC2329
+from_wheel() {  # with declared packages only
     "$python" -m build --outdir "$logs/dist" . && "$python" -m venv "$logs/venv" &&
         "$logs/venv/bin/pip" install --quiet --disable-pip-version-check "$logs"/dist/*.whl &&
         (cd "$logs" && venv/bin/titanlite train --config debug.toml --training.steps 2)
 }
 
-step commands "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nightly -o faulthandler_timeout=3000
+step commands marked --ignore tests/gpu
+step gpu marked tests/gpu
 step plans env TITANLITE_DRAWS=100 TITANLITE_SEED="$seed" "$python" -m pytest -n 4 tests/planner/test_random.py
-step compiled ./scripts/test_fake_gpu.sh --compile
 step verify "$python" -m titanlite verify --model llama3 --beyond
 step soak "$python" scripts/soak.py --minutes "$minutes" --seed "$seed"
 step checkpoints "$python" scripts/soak_checkpoint.py --rounds $((minutes * 10)) --seed "$seed"

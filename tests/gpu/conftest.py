@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,6 @@ from typing import Any
 import pytest
 
 from tests.gpu import fake_gpu
-
-COMPILE = "TITANLITE_TEST_COMPILE"
-only_with_compile = pytest.mark.skipif(
-    not os.environ.get(COMPILE), reason="takes minutes: scripts/test_fake_gpu.sh --compile"
-)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Compiled for a GPU (sm_90): blocks, FlexAttention and float8, by Triton and its ptxas."""
+"""Compiled for a GPU (sm_90): blocks, FlexAttention and float8, by Triton and its ptxas, which
+takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import json
 
 import pytest
 
-from tests.gpu.conftest import only_with_compile
 from tests.gpu.test_memory import BLAS, MIB, SIZE, peaks, planned_peak
 
 STEPS = (
@@ -24,7 +25,7 @@ ROWS = {
 }
 
 
-@only_with_compile
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", ROWS)
 def test_a_step_compiles_for_a_gpu_and_its_kernels_are_launched(train_on_gpus, tmp_path, row):
     options, wanted = ROWS[row]
@@ -58,7 +59,7 @@ PLANNED = {
 }
 
 
-@only_with_compile
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", PLANNED)
 def test_the_planned_peak_of_a_compiled_step_is_that_of_the_allocator(train_on_gpus, tmp_path, row):
     gpus, options = PLANNED[row]
@@ -76,7 +77,7 @@ MOE = (
 )
 
 
-@only_with_compile
+@pytest.mark.nightly
 def test_a_compiled_layer_of_experts_is_so_many_launches(train_on_gpus, tmp_path):
     """Recomputed, on two ranks of experts; not compiled it is 89 and 168."""
     launches = []
@@ -88,7 +89,7 @@ def test_a_compiled_layer_of_experts_is_so_many_launches(train_on_gpus, tmp_path
     assert more_forward - forward <= 53 and more_backward - backward <= 111, launches
 
 
-@only_with_compile
+@pytest.mark.nightly
 def test_a_compiled_step_rounds_the_state_of_a_parameter_by_few_launches(train_on_gpus, tmp_path):
     """Two copies to float32, one kernel for both means, and the optimizer's own; 40 otherwise."""
     argv = [*STEPS.split(), "--optimizer.state_dtype=bfloat16"]

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.gpu import fake_gpu
-from tests.gpu.conftest import only_with_compile
 from tests.messages import says
 from tests.runs import ROOT, left_over
 
@@ -87,13 +86,13 @@ def test_on_fake_gpus_only_comparisons_of_numbers_fail(fake_gpus, tmp_path):
     assert run_on(fake_gpus, tmp_path, 1, "versions|bandw|verify experts|killed") == 4
 
 
-@only_with_compile
+@pytest.mark.nightly
 @pytest.mark.parametrize(("gpus", "rows"), [(1, 17), (4, 20)])
 def test_all_rows_run_on_fake_gpus(fake_gpus, tmp_path, gpus, rows):
     assert run_on(fake_gpus, tmp_path, gpus, "") == rows
 
 
-@only_with_compile
+@pytest.mark.nightly
 def test_the_comparison_runs_on_a_fake_gpu(fake_gpus, tmp_path):
     """With this checkout as the earlier one."""
     more = "--compare", f"--before={ROOT}"

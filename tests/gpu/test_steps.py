@@ -4,7 +4,6 @@ often as stated.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.gpu import fake_gpu
-from tests.gpu.conftest import COMPILE
 from tests.gpu.fake_gpu import Event, Ran, Trace, mismatches
 from tests.lanes import sample
 from tests.messages import says
@@ -76,14 +74,12 @@ def train_row(train_on_gpus, tmp_path_factory) -> Any:
     return train
 
 
-SAMPLED = ["FSDP x expert parallel", "Interleaved1F1B", "documents"]
+SAMPLED = ["FSDP x expert parallel", "Interleaved1F1B"]
 NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in ROWS if row not in SAMPLED]
 
 
 @pytest.mark.parametrize("row", [*sample(SAMPLED), *NIGHTLY])
 def test_ranks_agree_on_collectives_and_hosts_wait_as_often_as_stated(train_row, row):
-    if row == "documents" and not os.environ.get(COMPILE):
-        pytest.skip("compiles FlexAttention for minutes: scripts/test_fake_gpu.sh --compile")
     gpus, _, waits, communicators = ROWS[row]
     traces = train_row(row).traces
     assert len(traces) == gpus
