@@ -94,6 +94,15 @@ def foreach_div_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
         torch._foreach_div_(tensors, divisor.to(tensors[0].device))
 
 
+def put_tensor(places: Sequence[tuple["nn.Module", str]], tensor: torch.Tensor) -> None:
+    """Let modules' attributes, which are parameters, be a tensor that need not be one.
+
+    torch 2.14; torch.func.functional_call is the public way, and slow (param_view.py).
+    """
+    for module, attribute in places:
+        module._parameters[attribute] = tensor  # type: ignore[assignment]
+
+
 def shard_at(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """Return the shape of the shard at a mesh coordinate, and its offset in the full tensor."""
     return _shard_at(
