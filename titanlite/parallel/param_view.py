@@ -24,7 +24,7 @@ def forward_with_converted_params(
     own = [places[module.get_parameter(name)] for name in names]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = [getattr(*shared[0]) for shared in own]
+        kept = [getattr(owner, attribute) for (owner, attribute), *_ in own]
         for shared, parameter in zip(own, kept, strict=True):
             put_tensor(shared, convert(parameter))
         try:
