@@ -93,11 +93,11 @@ def router_unsummed(replace_forward, convert, module, own):
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")
-def dispatch_shifted(dispatch, group, compute, places, tokens, counts):
+def dispatch_shifted(dispatch, group, compute, places, sizes, tokens, counts):
     """tokens go to the experts of the next rank"""
     experts = len(counts) // group.size()
     rows = int(counts[-experts:].sum())
-    sent = dispatch(group, compute, places, tokens.roll(rows, 0), counts.roll(experts))
+    sent = dispatch(group, compute, places, sizes, tokens.roll(rows, 0), counts.roll(experts))
     return sent.roll(-rows, 0)
 
 
