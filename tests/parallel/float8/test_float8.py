@@ -64,6 +64,13 @@ def recipe(name: str, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def pool(pool):
+    """The ranks of all tests, which share one import of torchao."""
+    pytest.importorskip("torchao", reason="float8 needs the extra float8")
+    return pool
+
+
+@pytest.fixture(scope="module")
 def step(pool, tmp_path_factory):
     """Return the numbers of a step, which is taken once."""
     folder = str(tmp_path_factory.mktemp("steps"))
