@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import logging
 import os
 import runpy
 import signal
@@ -21,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titanlite.parallel.float8 import _quiet_import
 from titanlite.runtime import forks
 
 PRELOAD = (
@@ -103,9 +103,8 @@ def serve(requests: socket.socket) -> None:
 if __name__ == "__main__":
     for name in PRELOAD:
         importlib.import_module(name)
-    logging.disable(logging.WARNING)
-    for name in EXTRAS:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    logging.disable(logging.NOTSET)
+    with _quiet_import():
+        for name in EXTRAS:
+            with suppress(ImportError):
+                importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[1])))
