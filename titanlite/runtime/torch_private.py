@@ -117,9 +117,9 @@ def _shard_at(
     # torch 2.14; 2.11 read only. The public API gives the shape of this rank's only. It computes
     # with tensors, which are real in a rehearsal too.
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._mode_utils import no_dispatch
 
-    with _disable_current_modes():
+    with no_dispatch():
         return _compute_local_shape_and_global_offset(shape, mesh, [*coordinate], placements)
 
 
