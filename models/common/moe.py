@@ -78,8 +78,7 @@ class Router(nn.Module):
         each expert was chosen.
         """
         context = self.context
-        shares, weights, chosen, counts = self.choose(x, context.forced)
-        load = counts.sum(0)
+        shares, weights, chosen, counts, load = self.choose(x, context.forced)
         if not (self.training and torch.is_grad_enabled()):
             return weights, chosen, load
         is_first = not context.runs_again()
@@ -87,16 +86,18 @@ class Router(nn.Module):
             self.counts += load
         if shares is not None:
             total = context.sum_over_sequence(counts)
-            loss = self.balance_loss(shares, total) / context.sequences
-            weights = _WithLoss.apply(weights, loss)
+            loss, gradient = self.balance_loss(shares.detach(), total, context.sequences)
+            weights = _WithLoss.apply(weights, shares, gradient)
             if is_first:
-                self.auxiliary += loss.detach()
+                self.auxiliary += loss
         return weights, chosen, load
 
-    def choose(self, x: Tensor, forced: bool) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    def choose(
+        self, x: Tensor, forced: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
         """Return the experts' shares of the scores, summed over the tokens (batch, experts), or
-        None without an auxiliary loss; then weights, numbers and counts (batch, experts) of the
-        chosen experts.
+        None without an auxiliary loss; then weights and numbers of the chosen experts, their counts
+        (batch, experts), and the sum of these over the batch.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
@@ -116,21 +117,24 @@ class Router(nn.Module):
         # int64 would break the graph.
         counts = choices.new_zeros(len(x), experts, dtype=torch.int32)
         counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=torch.int32))
+        load = counts.sum(0)
         if self.balance != "sequence":
-            return None, weights, chosen, counts
+            return None, weights, chosen, counts, load
         if self.score != "softmax":
             scores = scores / scores.sum(-1, keepdim=True)
-        return scores.sum(1), weights, chosen, counts
+        return scores.sum(1), weights, chosen, counts, load
 
-    def balance_loss(self, shares: Tensor, total: Tensor) -> Tensor:
-        """Return this rank's part of the sequences' auxiliary loss, given the counts of all tokens.
+    def balance_loss(self, shares: Tensor, total: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the sequences' auxiliary loss, given the counts of all tokens,
+        and the loss's gradient by `shares`.
 
         It is linear in the tokens' probabilities, so the ranks' parts add up.
         """
         total = total.to(shares.dtype)
         choices = total.sum(-1, keepdim=True)  # top_k for each token of the sequence
-        losses = len(self.counts) * self.top_k * total * shares / choices**2
-        return self.coefficient * losses.sum()
+        scale = self.coefficient * len(self.counts) * self.top_k / sequences
+        gradient = scale * total / choices**2
+        return (gradient * shares).sum(), gradient
 
 
 class Experts(nn.Module):
@@ -256,12 +260,16 @@ class GatherRows(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return `x`; the backward pass gives `loss` the gradient 1, as a term of the model's loss."""
+    """Return `x`; the backward pass gives `shares` the gradient of a loss that is linear in them,
+    as a term of the model's loss.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shares: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], gradients[0].new_ones(())
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradients[0], gradient, None

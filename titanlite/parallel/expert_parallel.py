@@ -111,6 +111,8 @@ def units(block: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
 
 def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
     """Return counts of choices, summed over the ranks that share sequences."""
+    if not groups:
+        return counts
     total = counts.clone()
     for group in groups:
         dist.all_reduce(total, group=group)
