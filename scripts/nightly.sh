@@ -48,7 +48,7 @@ from_wheel() {  # with declared packages only
 
 step commands marked --ignore tests/gpu
 step gpu marked tests/gpu
-step plans env TITANLITE_DRAWS=100 TITANLITE_SEED="$seed" "$python" -m pytest -n 4 tests/planner/test_random.py
+step plans env TITANLITE_DRAWS=100 TITANLITE_SEED="$seed" "$python" -m pytest -n 2 tests/planner/test_random.py
 step verify "$python" -m titanlite verify --model llama3 --beyond
 step soak "$python" scripts/soak.py --minutes "$minutes" --seed "$seed"
 step checkpoints "$python" scripts/soak_checkpoint.py --rounds $((minutes * 10)) --seed "$seed"

@@ -18,7 +18,9 @@ from titanlite.planner.rehearse import record_step, static_bytes
 from titanlite.verify.pool import Pool
 
 TENSOR = ROWS[6]
-LONG = [TENSOR, *(one for one in ROWS if one.row.layout == "replicate2 x tp2")]
+REPLICAS = [one for one in ROWS if one.row.layout == "replicate2 x tp2"]
+COMPILED = [one for one in ROWS if one.row.compile != "off" and one.row.sequence == "ulysses"]
+LONG = [TENSOR, *REPLICAS, *COMPILED]
 ALL_ROWS = sample(ROWS, long=LONG, nightly=[one for one in ROWS if one not in LONG])
 
 

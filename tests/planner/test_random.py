@@ -32,7 +32,7 @@ MORE = [
     "--optimizer.implementation=foreach",
     "--fault.on_nonfinite=skip",
     "--training.loss_chunks=4",
-    "--training.local_batch_size=1",
+    "--training.local_batch_size=3",
     "--training.enable_cpu_offload",
     "--parallelism.defer_gradient_sync=true",
     "--parallelism.fsdp_blocks_per_group=2",

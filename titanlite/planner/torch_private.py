@@ -144,7 +144,9 @@ def waiting_as_on_a_device() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    return torch._guards.TracingContext.try_get() is not None
+    # The first is a constant to Dynamo, which cannot trace the second.
+    is_traced = torch.compiler.is_dynamo_compiling()
+    return is_traced or torch._guards.TracingContext.try_get() is not None
 
 
 def graph_backend(
