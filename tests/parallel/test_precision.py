@@ -74,6 +74,9 @@ ALONE = {
     "whole blocks": f"{RECOMPUTED}full",
     "by operation": f"{RECOMPUTED}selective",
     "compiled": COMPILED,
+    "compiled, by operation": f"{COMPILED} {RECOMPUTED}selective",
+    "compiled, whole blocks": f"{COMPILED} {RECOMPUTED}full",
+    "experts, compiled, whole blocks": f"{COMPILED} {RECOMPUTED}full",
     "frozen": "--model.freeze=['layers.0.*']",
     "adapters": "--lora.rank=2 --lora.alpha=4",
     "experts": "",
@@ -83,7 +86,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(
-    "name", sample(ALONE, "tied, in chunks", "by operation", "experts, by operation")
+    "name", sample(ALONE, "tied, in chunks", "compiled, by operation", "experts, by operation")
 )
 def test_one_rank_without_fsdp2_has_the_bits_that_fsdp2_gives(pool, tmp_path, name):
     """Offloading to the CPU keeps FSDP2. The gradients of an embedding's row are added in float32
