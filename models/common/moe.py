@@ -271,5 +271,4 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradients[0], gradient, None
+        return gradients[0], *ctx.saved_tensors, None

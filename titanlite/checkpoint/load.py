@@ -5,9 +5,10 @@ any tensor is changed.
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,10 +162,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
     folder = resume.folder
     assert manifest and folder
     tensors = state.chosen(not resume.continues, manifest.base is None)
-    saved = {
-        name: _describe(tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()
-    }
-    own = {name: _describe(str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+    saved = {name: _describe(tensor) for name, tensor in manifest.tensors.items()}
+    own = {name: _describe(tensor) for name, tensor in tensors.items()}
     wanted = state.of_all_stages(own)
     if resume.continues:
         saved |= dict.fromkeys(resume.numbers, "a number")
@@ -207,8 +206,8 @@ def restore(resume: Resume, state: TrainingState, group: dist.ProcessGroup | Non
         state.set_numbers({name: value for name, value in resume.numbers.items() if name in loaded})
 
 
-def _describe(dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype.removeprefix('torch.')} of shape {list(shape)}"
+def _describe(tensor: Any) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")
 
 
 def load_tensors(
@@ -218,12 +217,9 @@ def load_tensors(
     needed.
     """
     manifest = manifest or read_manifest(folder)
-    entries = {
-        name: manifest.tensors[name] for name in (manifest.tensors if names is None else names)
-    }
-    tensors = {
-        name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        for name, entry in entries.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name in manifest.tensors if names is None else names:
+        entry = manifest.tensors[name]
+        tensors[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
     read(folder, manifest, tensors, group=None)
     return tensors

@@ -35,6 +35,7 @@ from titanlite.checkpoint.state import TrainingState
 from titanlite.config.toml import to_toml
 from titanlite.errors import RunFailed, UserError
 from titanlite.observe.run_folder import describe_environment
+from titanlite.runtime.distributed import on_any_rank
 from titanlite.runtime.page import OWN_PAGE, phase
 
 FIRST_SECONDS = 60
@@ -119,17 +120,15 @@ class Saver:
         """
         pending = self._pending
         seconds = min(self.settings.interval_minutes * 60 or math.inf, self._auto_seconds)
-        flags = [
+        failed, in_progress, due = on_any_rank(
+            self._device,
             pending is not None and pending.error is not None,
             pending is not None and pending.is_alive(),
             self._rank == 0 and seconds <= time.monotonic() - self._last_save,
-        ]
-        anywhere = torch.tensor(flags, dtype=torch.int64, device=self._device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        failed, in_progress, due = anywhere.tolist()
+        )
         if failed or not in_progress:
             self.finish_save()
-        return bool(due)
+        return due
 
     def save(
         self,
@@ -242,11 +241,7 @@ class Saver:
         if pending is None:
             return
         pending.join()
-        failed = torch.tensor(
-            int(pending.error is not None), dtype=torch.int64, device=self._device
-        )
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if failed.item():
+        if any(on_any_rank(self._device, pending.error is not None)):
             self._handle_failure(pending)
         else:
             self._record_success(pending)

@@ -157,8 +157,7 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             if group["matrices"]:
                 # Without names: a stage with nothing to train, or the probe of checkpoint/state.py.
-                unnamed = [""] * len(group["params"])
-                names = group.get("param_names", unnamed)
+                names = group.get("param_names", [""] * len(group["params"]))
                 for name, weight in zip(names, group["params"], strict=True):
                     yield name, weight, group
 

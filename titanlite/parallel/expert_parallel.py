@@ -12,13 +12,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 from titanlite.models.common.moe import GatherRows, Router, RouterContext, inverse
 from titanlite.parallel.build import Context, named_parameters
 from titanlite.parallel.collectives import AllToAll, send_rows
 from titanlite.parallel.dtensor import local_part
-from titanlite.parallel.param_view import forward_with_converted_params
+from titanlite.parallel.param_view import split_parameters
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import is_recomputing
 
@@ -43,12 +43,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if mesh is None:
         return []
     for module in expert_modules(model, context.table).values():
-        own = dict(module.named_parameters(recurse=False))
-        for name, weight in own.items():
-            split = distribute_tensor(weight.detach(), mesh, (Shard(0),))
-            split_weight = nn.Parameter(split, requires_grad=weight.requires_grad)
-            module.register_parameter(name, split_weight)
-        forward_with_converted_params(local_part, module, own)
+        split_parameters(module, mesh, Shard(0), local_part)
     ranks = mesh.size()
     experts = job.shape.experts
     return [

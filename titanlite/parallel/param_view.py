@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, distribute_tensor
 from torch.func import functional_call
 
 from titanlite.runtime.torch_private import put_tensor
@@ -18,20 +20,21 @@ def forward_with_converted_params(
     functional_call does so where torch compiles: Dynamo refuses to write to a module in what is
     recomputed. Elsewhere it takes several times as long as to write.
     """
-    traced = _Forward(module)
     original = module.forward
+    traced = nn.Module()  # functional_call would run the real module's hooks
+    traced.module = module
+    traced.forward = original  # type: ignore[method-assign]
     places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
         places.setdefault(parameter, []).append((module.get_submodule(path), attribute))
     own = {f"module.{name}": places[module.get_parameter(name)] for name in names}
-    is_tied = any(len(shared) > 1 for shared in places.values())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [getattr(owner, attribute) for (owner, attribute), *_ in own.values()]
         if torch.compiler.is_compiling():
             converted = dict(zip(own, map(convert, kept), strict=True))
-            return functional_call(traced, converted, args, kwargs, tie_weights=is_tied)
+            return functional_call(traced, converted, args, kwargs)
         for shared, parameter in zip(own.values(), kept, strict=True):
             put_tensor(shared, convert(parameter))
         try:
@@ -43,16 +46,15 @@ def forward_with_converted_params(
     module.forward = forward  # type: ignore[method-assign]
 
 
-class _Forward(nn.Module):
-    """A module's forward method as a module.
-
-    functional_call takes a module, and would run the real module's hooks.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.original = module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs)
+def split_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placement: Placement,
+    local: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Place a module's own parameters on a mesh; its forward method sees local(parameter)."""
+    own = dict(module.named_parameters(recurse=False))
+    for name, parameter in own.items():
+        placed = distribute_tensor(parameter.detach(), mesh, (placement,))
+        module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+    forward_with_converted_params(local, module, own)

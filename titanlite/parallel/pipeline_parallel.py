@@ -82,15 +82,13 @@ def orders(stages: Stages) -> list[list[str]]:
     """Return the actions of every pipeline rank, as torch writes them, such as "1F0"."""
     ranks = len(stages.ranks)
     count = stages.micro_batches
-    rows = []
     if stages.schedule in SINGLE:
-        for rank in range(ranks):
-            rows.append([*_order_of_single(stages.schedule, rank, ranks, count)])
-        return rows
+        return [[*_order_of_single(stages.schedule, rank, ranks, count)] for rank in range(ranks)]
     sizes = {"num_stages": len(stages.names), "group_size": ranks, "group_rank": 0}
     own = stages.ranks[0]
     blank = [SimpleNamespace(stage_index=i, submod=nn.Module(), **sizes) for i in own]
     found = _schedule_class(stages)(blank, count, loss_fn=None).pipeline_order
+    rows = []
     for rank in range(ranks):
         rows.append([str(action) for action in found[rank] if action is not None])
     return rows

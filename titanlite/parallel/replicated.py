@@ -146,10 +146,9 @@ class GradientSum:
         """Start the sum of the gradients of vectors; return what will be the number of
         ranks that use each parameter.
         """
-        if all(used):  # filled on the device: a copy from the host would wait
-            ranks_using = torch.ones(len(used), dtype=self._dtype, device=self._device)
-        else:
-            ranks_using = torch.tensor(used, dtype=self._dtype, device=self._device)
+        ranks_using = torch.ones(len(used), dtype=self._dtype, device=self._device)
+        if not all(used):  # a copy from the host waits
+            ranks_using.copy_(torch.tensor(used))
         self._start_sum([*map(_gradient_of, self._vectors), ranks_using])
         return ranks_using
 

@@ -19,7 +19,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,7 +32,7 @@ from titanlite.errors import UserError
 from titanlite.parallel import float8, lora
 from titanlite.parallel.build import Context, shared_names, tie
 from titanlite.parallel.dtensor import box_of
-from titanlite.parallel.param_view import forward_with_converted_params
+from titanlite.parallel.param_view import split_parameters
 from titanlite.registry import Role, Rule
 from titanlite.registry.lora import is_adapter
 from titanlite.runtime.torch_private import enable_async_tensor_parallel
@@ -50,14 +49,18 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     if mesh is None:
         return []
     settings = context.job.config.parallelism
-    splits_logits = not settings.disable_loss_parallel
+    logits: Shard | Replicate = Shard(-1)
+    kind = "split"
+    if settings.disable_loss_parallel:
+        logits = Replicate()
+        kind = "replicated"
     ties = shared_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     roles = check(model, context.table, mesh.size())
     gathering = _gathering(model, context.job.spec.blocks, roles)
     for name, role in roles.items():
         if role != "expert":
-            _split_module(model.get_submodule(name), name, role, mesh, splits_logits)
+            _split_module(model.get_submodule(name), name, role, mesh, logits)
     for path, readers in gathering.items():
         cast = float8.shared_cast([model.get_submodule(name) for name in readers])
         gather = partial(_gather, mesh, cast)
@@ -65,10 +68,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     tie(model, ties)  # splitting a module creates new parameters
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    logits = "replicated"
-    if splits_logits:
-        logits = "split"
-    note = f"Applied tensor parallel on {mesh.size()} ranks, logits {logits}"
+    note = f"Applied tensor parallel on {mesh.size()} ranks, logits {kind}"
     if not settings.enable_async_tensor_parallel:
         return [note]
     # Untested: no GPUs available that reach each other's memory.
@@ -81,12 +81,9 @@ def apply(model: nn.Module, context: Context) -> list[str]:
 
 
 def _split_module(
-    module: nn.Module, name: str, role: Role, mesh: DeviceMesh, splits_logits: bool
+    module: nn.Module, name: str, role: Role, mesh: DeviceMesh, logits: Shard | Replicate
 ) -> None:
     """Turn a module's parameters into DTensors, split or whole according to its role."""
-    logits: Shard | Replicate = Replicate()
-    if splits_logits:
-        logits = Shard(-1)
     styles: dict[Role, ParallelStyle] = {
         "embedding": LocalParameters(Shard(0)),
         "column": ColwiseParallel(),
@@ -189,10 +186,8 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
     layers (vectors, such as norms of heads, do not count); any other column or head layer gathers
     its own input.
     """
-    matrices: dict[str, Role] = {}
-    for name, role in roles.items():
-        if role != "replicated" or not _has_vectors(model, name):
-            matrices[name] = role
+    vectors = {name for name in roles if roles[name] == "replicated" and _has_vectors(model, name)}
+    matrices = {name: role for name, role in roles.items() if name not in vectors}
     readers: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         if any(path.startswith(f"{larger}.") for larger in readers):
@@ -229,11 +224,7 @@ class LocalParameters(ParallelStyle):
         self._placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
-            placed = distribute_tensor(parameter.detach(), device_mesh, (self._placement,))
-            module.register_parameter(name, nn.Parameter(placed))
-        forward_with_converted_params(self._local, module, own)
+        split_parameters(module, device_mesh, self._placement, self._local)
         return module
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:

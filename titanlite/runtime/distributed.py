@@ -154,6 +154,13 @@ def gather_on_rank_0(value: T) -> list[T]:
     return gather_objects(value, dist.group.WORLD, only_rank_0=True)
 
 
+def on_any_rank(device: torch.device, *flags: bool) -> list[bool]:
+    """Return which flags are set on any rank."""
+    found = torch.tensor(flags, dtype=torch.int64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(each) for each in found.tolist()]
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None, only_rank_0: bool = False) -> list[T]:
     """Return every rank's value, on every rank of the group or only on rank 0. Without a group
     there is only this process.

@@ -42,7 +42,7 @@ from titanlite.parallel.parallelize import build_parts
 from titanlite.parallel.replica_check import check_replicas
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
-from titanlite.runtime.distributed import set_collective_timeout
+from titanlite.runtime.distributed import on_any_rank, set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
 from titanlite.train.forward import build_runner, take
 from titanlite.train.generate import generate
@@ -321,10 +321,7 @@ class Trainer:
 
     def _any_stop_request(self) -> bool:
         """Return whether any rank has a stop request."""
-        requested = bool(self.stop.reason)
-        requests = torch.full((), requested, dtype=torch.int64, device=self.runner.context.device)
-        dist.all_reduce(requests)
-        return bool(requests.item())
+        return any(on_any_rank(self.runner.context.device, bool(self.stop.reason)))
 
     @phase("save")
     def save(self) -> None:
