@@ -186,8 +186,10 @@ def _gathering(model: nn.Module, blocks: str, roles: dict[str, Role]) -> dict[st
     layers (vectors, such as norms of heads, do not count); any other column or head layer gathers
     its own input.
     """
-    vectors = {name for name in roles if roles[name] == "replicated" and _has_vectors(model, name)}
-    matrices = {name: role for name, role in roles.items() if name not in vectors}
+    matrices: dict[str, Role] = {}
+    for name, role in roles.items():
+        if role != "replicated" or not _has_vectors(model, name):
+            matrices[name] = role
     readers: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         if any(path.startswith(f"{larger}.") for larger in readers):
