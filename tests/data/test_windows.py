@@ -172,7 +172,7 @@ def masked_and_separate_losses(argv: list[str], folder: str) -> tuple[float, flo
     rows = torch.stack([torch.as_tensor(data[i]) for i in range(data.samples)])
     valid = count_valid(rows[:, 1])
     assert valid > 20
-    training = run.runner.forward_backward(0, [MicroBatch(rows)], valid).item()
+    training = run.runner.forward_backward(0, [MicroBatch(rows)], lambda: valid).item()
     validation = validated(run)
     separate = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():

@@ -149,7 +149,7 @@ def sums_in_the_backward_pass(argv: list[str], folder: str) -> list[int]:
 
     runner.model.loss = loss  # type: ignore[attr-defined]
     with watching(dist, ["all_reduce"], lambda *_: sums.append(1)):
-        runner.model.gradients(1, own_batches(run), torch.tensor(1), runner.sum.start)
+        runner.model.gradients(1, own_batches(run), lambda: torch.tensor(1), runner.sum.start)
         seen.append(len(sums))
     runner.sum.finish()
     return seen

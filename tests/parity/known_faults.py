@@ -70,7 +70,7 @@ def measure_with(name: str, *arguments: Any) -> Mismatch:
 
 def one_at_a_time(before, run, runner, step, batches, valid_tokens):
     """Run micro-batches one by one instead of all at once, with a change before each."""
-    total = 0.0 * valid_tokens
+    total = 0.0 * valid_tokens()
     for batch in batches:
         before(runner)
         total = total + run(runner, step, [batch], valid_tokens)
@@ -303,7 +303,7 @@ def state_not_written(write, *call):
 @fault("train.guard.StepGuard.exchange", "dp3", "replicate4")
 def labels_per_rank(exchange, guard, valid_tokens, stop=False):
     """the loss is divided by the rank's valid tokens instead of the global count"""
-    return valid_tokens
+    return lambda: valid_tokens
 
 
 @fault("parallel.fsdp.MixedPrecisionPolicy", "dp2", precision="float32")
@@ -345,7 +345,7 @@ def tokens_counted_whole(run, runner, number, batches, valid_tokens):
     """the tokens of a sequence are counted by each of the ranks that split it"""
     whole = count_valid(torch.stack([batch.rows[:, 1] for batch in batches]))
     dist.all_reduce(whole, group=runner.context.mesh.loss)
-    return run(runner, number, batches, whole)
+    return run(runner, number, batches, lambda: whole)
 
 
 @fault("train.trainer.build_mesh", "dp2 x cp2")
@@ -372,7 +372,8 @@ def microbatch_averaged(build, *call):
 @fault("train.step.StepRunner.forward_backward", "pp2")
 def pipeline_undivided(run, runner, step, batches, valid_tokens):
     """a pipeline divides the loss by its tokens after the backward pass"""
-    return run(runner, step, batches, torch.ones_like(valid_tokens)) / valid_tokens
+    total = valid_tokens()
+    return run(runner, step, batches, lambda: torch.ones_like(total)) / total
 
 
 @fault("train.step.grad_norm", "pp2")

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests.jobs import TINY, job, trainer
 from tests.lanes import needs_gpus, sample
-from tests.parallel.rows import operations
+from tests.parallel.rows import operations, own_batches
 from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.distributed import process_group
+from titanlite.train.loss import count_valid
 from titanlite.train.trainer import Trainer
 
 STEPS = ["--training.steps=5", "--metrics.log_freq=100"]  # logged: the first and the last
@@ -74,6 +76,32 @@ def test_the_host_reads_only_the_flags_that_came_with_the_valid_tokens(pool, tmp
     for counts in pool.run(reads_of_steps, argv, str(tmp_path), world=2):
         read = 6 if technique in JUDGED else 2
         assert counts[2] == counts[3] == {"_local_scalar_dense": read}, counts
+
+
+def exchange_in_turn(argv: list[str], folder: str) -> list[str]:
+    """Start the second rank's exchange after the first one's has returned; name what comes next."""
+    run = trainer(argv, folder)
+    turns: Any = dist.new_group(timeout=timedelta(seconds=20))
+    order: list[str] = []
+    batches = own_batches(run)
+    if dist.get_rank() == 1:
+        dist.barrier(turns)
+    valid_tokens = run.guard.exchange(count_valid(torch.stack([each.labels for each in batches])))
+    if dist.get_rank() == 0:
+        dist.barrier(turns)
+
+    def waited() -> torch.Tensor:
+        order.append("wait")
+        return valid_tokens()
+
+    run.parts[0].register_forward_hook(lambda *_: order.append("model"))
+    run.runner.forward_backward(1, batches, waited)
+    return order
+
+
+def test_the_sum_of_valid_tokens_is_waited_for_after_the_forward_pass(pool, tmp_path):
+    for order in pool.run(exchange_in_turn, TINY, str(tmp_path), world=2):
+        assert order[:2] == ["model", "wait"]
 
 
 class Copies(TorchFunctionMode):

@@ -159,7 +159,7 @@ class Pipeline:
         self.stages = self._build_stages()
         self.has_loss = any(stage.is_last for stage in self.stages)
         self.schedule = build_schedule(
-            self.stages, stages, lambda loss, number: loss / self.valid_tokens
+            self.stages, stages, lambda loss, number: loss / self.valid_tokens()
         )
         self.tied = list(self._ties())
         self.copies = [parameter for parameter, _, is_copy in self.tied if is_copy]
@@ -236,7 +236,7 @@ class Pipeline:
         self,
         step: int,
         micro_batches: Sequence[StageInput],
-        valid_tokens: Tensor,
+        valid_tokens: Callable[[], Tensor],
         before_last: Callable[[], None],
     ) -> Tensor:
         """Add the gradients of (token losses / valid tokens).

@@ -51,7 +51,7 @@ class ModelRunner(Protocol):
         self,
         step: int,
         micro_batches: Sequence[MicroBatch],
-        valid_tokens: Tensor,
+        valid_tokens: Callable[[], Tensor],
         before_last: Callable[[], None],
     ) -> Tensor:
         """Add the gradients of (sum of token losses / valid tokens).
@@ -90,7 +90,7 @@ class WholeModel:
         self,
         step: int,
         micro_batches: Sequence[MicroBatch],
-        valid_tokens: Tensor,
+        valid_tokens: Callable[[], Tensor],
         before_last: Callable[[], None],
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.share.device)
@@ -101,7 +101,7 @@ class WholeModel:
                 before_last()
             self.reseed(step, number)
             with phase("forward"):
-                loss = self.loss(self.model, batch, batch.tokens) / valid_tokens
+                loss = self.loss(self.model, batch, batch.tokens) / valid_tokens()
             with phase("backward"):
                 loss.backward()
             total += loss.detach()

@@ -8,6 +8,7 @@ copied to the host asynchronously, and read after the step.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -76,19 +77,29 @@ class StepGuard:
         if settings.on_nonfinite == "skip" or settings.spike_sigma:
             self._bad_steps = BadSteps(settings, device, note, copy)
 
-    def exchange(self, valid_tokens: torch.Tensor, stop: bool = False) -> torch.Tensor:
-        """Return the sum of the valid tokens over all data.
+    def exchange(
+        self, valid_tokens: torch.Tensor, stop: bool = False
+    ) -> Callable[[], torch.Tensor]:
+        """Start to sum the valid tokens over all data; return a function that waits for the sum.
 
-        The flag of a bad value and a stop request are summed with it.
+        The flag of a bad value and a stop request are summed with it. The sum is at least one, so
+        that a batch without valid tokens has a loss of 0.
         """
         bad = (self._first_bad < _NEVER).any().to(torch.int64)
         sums = torch.stack([valid_tokens, bad, torch.full_like(bad, stop)])
         if self._bad_steps:
-            sums = self._bad_steps.all_reduce(sums, self._tp)
-        else:
-            dist.all_reduce(sums)
-        self._read_flags = self._copy(sums[1:])
-        return sums[0] // self._tp
+            sums = self._bad_steps.with_loss(sums)
+        work = dist.all_reduce(sums, async_op=True)
+
+        @cache
+        def wait() -> torch.Tensor:
+            work.wait()
+            if self._bad_steps:
+                self._bad_steps.judge_loss(sums[3] / self._tp)
+            self._read_flags = self._copy(sums[1:3])
+            return (sums[0].long() // self._tp).clamp(min=1)
+
+        return wait
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor | None:
         """Record the step if this is the first bad value.
@@ -126,7 +137,7 @@ class StepGuard:
 
     def flush(self) -> None:
         """Wait for the flag of the last step: before the step is saved, and when training ends."""
-        self.exchange(torch.zeros_like(self._first_bad[0]))
+        self.exchange(torch.zeros_like(self._first_bad[0]))()
         self.read()
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,21 +226,18 @@ class BadSteps:
             return None, loss, norm
         return skipped, loss, norm
 
-    def all_reduce(self, values: torch.Tensor, tp: int) -> torch.Tensor:
-        """Sum integers together with the last step's loss, and compare that loss with its limit.
+    def with_loss(self, values: torch.Tensor) -> torch.Tensor:
+        """Return integers, exact in float64 up to 2^53, and the last step's loss, to be summed."""
+        return torch.cat([values.double(), self._loss[None]])
 
-        The integers are exact in float64 up to 2^53. `tp` ranks have the same loss.
-        """
-        sums = torch.cat([values.double(), self._loss[None]])
-        dist.all_reduce(sums)
+    def judge_loss(self, loss: torch.Tensor) -> None:
+        """Compare the last step's loss with its limit."""
         if self._step:
-            loss = sums[-1] / tp
             limit, _ = self._losses.judge(loss)
             judged = torch.cat([self._norm, torch.stack([loss, limit])])
             self._judged.append((self._step, self._copy(judged)))
             self._step = 0
             self._loss = self._nothing
-        return sums[:-1].to(values.dtype)
 
     def act(self) -> None:
         """Act on the steps judged so far."""

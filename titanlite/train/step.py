@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.data.loader import MicroBatch
 from titanlite.optim.build import TrainedParam
@@ -55,25 +55,26 @@ class StepRunner:
         return [*sums, *self.model.after_backward]
 
     def forward_backward(
-        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
+        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Callable[[], Tensor]
+    ) -> Tensor:
         """Add the gradients of (sum of token losses / valid tokens).
 
-        Return this rank's part of that loss. `valid_tokens` counts the whole global batch.
+        Return this rank's part of that loss. `valid_tokens` waits for the count of the whole
+        global batch, at the first loss.
         """
-        # At least one, so that a batch without valid tokens has a loss of 0.
-        total = self.model.gradients(step, micro_batches, valid_tokens.clamp(min=1), self.sum.start)
+        total = self.model.gradients(step, micro_batches, valid_tokens, self.sum.start)
+        valid_tokens()  # a stage without losses has not waited
         for sum_gradients in self.after_backward:
             sum_gradients()
         return total
 
     @phase("gradient norm")
-    def gradient_norm(self, p: float = 2.0) -> torch.Tensor:
+    def gradient_norm(self, p: float = 2.0) -> Tensor:
         """Return the norm of the gradients, equal on all ranks, on the device that they are on."""
         return grad_norm(self.parameters, p, self.context.mesh.pp, self.model.copies)
 
     @phase("optimizer")
-    def update(self, step: int, norm: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+    def update(self, step: int, norm: Tensor, skipped: Tensor | None = None) -> None:
         """Clip the gradients, which have this norm, update the weights at this step's learning
         rate, and free the gradients.
 

@@ -6,7 +6,7 @@ The first half of the batch has no valid token at all, and goes to the first dat
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -177,7 +177,10 @@ class InstrumentedTrainer(Trainer):
         return self.micro_batches
 
     def forward_backward(
-        self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: torch.Tensor
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        valid_tokens: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         # The declarations describe gloo's calls, and are the same on each device.
         recorded = step == 2 and self.runner.context.device.type == "cpu"
