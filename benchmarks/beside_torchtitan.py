@@ -119,6 +119,7 @@ def torchtitan_of(model: Model) -> tuple[list[str], dict[str, str]]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
         "TITAN_NAME": model.name,
         "TITAN_MODEL": json.dumps(model.theirs),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as in its run_train.sh, and here
     }
     return ["torchtitan.train", *options_of(model), *options], variables
 

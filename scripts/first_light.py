@@ -305,8 +305,7 @@ def compared(machine: Machine, before: Path | None) -> Iterator[Row]:
         if not find_spec("torchtitan"):
             continue
         words, variables = torchtitan_of(model)
-        # titanlite sets the allocator alike.
-        variables |= {**one, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        variables |= one
         command = [*TORCHRUN, "--nproc-per-node=1", "-m", *words, *length]
         command += ["--job.dump_folder=FOLDER", "--metrics.disable_color_printing"]
         find = shows(r"(?s:.*)step: 20 [^\n]*(memory: [^\n]+)")
