@@ -120,7 +120,9 @@ def count_processes(line: list[str]) -> tuple[int, str, Counter[Collective]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     job = build_job(line, world)
     Path(job.config.job.dump_folder).mkdir(exist_ok=True)
-    causal_rows.cache_clear()  # the pool's processes have made other rows' masks
+    # The pool's processes have made other rows' masks, and graphs that count against a limit.
+    causal_rows.cache_clear()
+    torch.compiler.reset()
     trainer = Trainer.start(
         job, RankInfo(rank, world, rank, ""), torch.device("cpu"), logging.Logger("quiet")
     )
