@@ -2,10 +2,11 @@
 GPU and its host, and the allocator's peaks.
 
 Kernels compute nothing there, so that the host's time is what is left of a step. It is given as
-processor milliseconds, the least of all steps after the fifth, since the clock of a fake GPU means
-nothing.
+processor milliseconds, the least of all steps after the fifth and of all turns, since the clock of
+a fake GPU means nothing.
 
-    python benchmarks/beside_torchtitan.py [--models 8b6 1b moe] [--ranks 1 2] [--json FILE]
+    python benchmarks/beside_torchtitan.py [--models 8b6 1b moe] [--ranks 1 2] [--turns 3]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -198,23 +200,26 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--who", nargs="+", choices=WHO, default=[*WHO])
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     library = fake_gpu.build()
     rows = []
     for name in options.models:
+        kind = "compiled" if MODELS[name].compiled else "eager"
         for ranks in options.ranks:
-            for who in options.who:
+            turns: dict[str, list[dict[str, Any]]] = defaultdict(list)
+            for who in options.who * options.turns:
                 with tempfile.TemporaryDirectory() as folder:
                     WHO[who](MODELS[name], ranks, Path(folder), library)
-                    trace = trace_of_rank_0(Path(folder) / "traces")
-                kind = "compiled" if MODELS[name].compiled else "eager"
-                found = row_of(trace)
-                rows.append({"model": f"{name} {kind}", "ranks": ranks, "who": who, **found})
+                    turns[who].append(row_of(trace_of_rank_0(Path(folder) / "traces")))
+            for who, found in turns.items():
+                row = min(found, key=itemgetter("processor ms"))
+                rows.append({"model": f"{name} {kind}", "ranks": ranks, "who": who, **row})
                 print(json.dumps(rows[-1]), flush=True)
     print(format_table([[str(each) for each in row.values()] for row in rows], [*rows[0]]))
     if options.json:
-        keep(options.json, {"rows": rows})
+        keep(options.json, {"turns": options.turns, "rows": rows})
 
 
 if __name__ == "__main__":
