@@ -5,6 +5,7 @@ fork is not safe, ranks are new interpreters, and the launcher says why.
 import json
 import sys
 from pathlib import Path
+from signal import SIG_DFL, SIG_IGN
 
 import pytest
 
@@ -32,7 +33,7 @@ def task():
         "leads": os.getsid(0) == os.getpid(),
         "rank": os.environ["RANK"],
         "inherited": os.environ.get("OWN"),
-        "handlers": [str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)],
+        "handlers": [int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)],
         "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
     }
     print(json.dumps(facts))
@@ -65,7 +66,7 @@ def test_a_fork_is_like_a_new_process(tmp_path):
         "leads": True,
         "rank": "0",
         "inherited": None,
-        "handlers": ["0", "1"],
+        "handlers": [SIG_DFL, SIG_IGN],
         "files": [0, 1, 2],
     }
     assert second == {**first, "rank": "1"}

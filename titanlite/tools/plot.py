@@ -106,7 +106,7 @@ def progress(runs: list[Run]) -> Table:
             lowest = losses[finite].min()
             best = f"{lowest:.5f} at step {steps[losses == lowest][0]:,}"
         reached = [Number(run.steps[-1]), Number(run.last("tokens")), f"{run.last('loss'):.5f}"]
-        rows.append([run.name, *reached, best, Number(np.nanmedian(run.values("tps")))])
+        rows.append([run.name, *reached, best, Number(float(np.nanmedian(run.values("tps"))))])
     header = ["run", "steps", "tokens", "last loss", "best validation loss", "median tps"]
     return Table("progress", "", header, rows)
 
