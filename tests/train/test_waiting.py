@@ -33,7 +33,6 @@ TECHNIQUES = {
     "experts, bias": (
         "--model.name=qwen3 --model.flavor=debugmodel_moe --model.overrides.balance=bias"
     ),
-    # FSDP2 does the casts, even on one GPU
     "mixed precision": "--training.mixed_precision_param=bfloat16",
 }
 SKIPPING = "--fault.on_nonfinite=skip --fault.spike_sigma=6.0 --fault.on_spike=skip"
