@@ -161,6 +161,17 @@ def test_experts_are_gathered_while_their_block_computes_by_prefetch(train_row):
     assert beside == [True] * 4
 
 
+@pytest.mark.nightly
+def test_a_layer_more_is_so_many_launches_more(train_on_gpus, tmp_path):
+    """Forward and backward pass, the optimizer's one for all parameters, and FSDP2's."""
+    launches = []
+    for layers in (2, 3):
+        argv = [*STEPS.split(), f"--model.overrides.n_layers={layers}"]
+        (trace,) = train_on_gpus(tmp_path / str(layers), 1, argv).traces
+        launches.append(len(trace.step(3).of("launch")))
+    assert 70 <= launches[1] - launches[0] <= 85
+
+
 BETWEEN_STEPS = (
     "--validation.enable --validation.freq=2 --validation.steps=2 --generate.at_end "
     "--generate.tokens=4 --fault.preflight --parallelism.data_parallel_replicate_degree=2 "
