@@ -168,6 +168,23 @@ def summed_early(add, sums, parameter):
     add(sums, parameter)
 
 
+@fault("parallel.replicated.GradientSum._start_sum", "replicate4")
+def waited_too_late(start_sum, sums, gradients):
+    """gradients are read before their sums over the replicas have arrived"""
+    start_sum(sums, [gradient.clone() for gradient in gradients])
+
+
+@fault("parallel.replicated.GradientSum.__init__", "replicate4", precision="float32")
+def replicas_summed_in_bf16(make, sums, parameters, group, dtype, device):
+    """replicas sum gradients in bfloat16 instead of float32"""
+    make(sums, parameters, group, torch.bfloat16, device)
+
+
+@fault("parallel.cast._cast_rows", "1", precision="bfloat16")
+def cast_forgotten(cast, embedding, dtype):
+    """without FSDP2, the rows of an embedding are not cast"""
+
+
 @fault("parallel.fsdp._sum_gradients", "dp2")
 def divided_twice(set_sums, model, context, experts):
     """gradients are averaged over the ranks after the loss was divided by the global token count"""
@@ -247,6 +264,12 @@ def frozen_thawed(build, job):
 def prefetch_reversed(set_order, groups, plan):
     """the prefetch schedules of the forward and backward passes are swapped"""
     set_order(groups, replace(plan, forward=plan.backward, backward=plan.forward))
+
+
+@fault("parallel.fsdp_schedule.set_prefetch", "dp2", "dp3", accumulation="3")
+def gathered_twice(set_order, groups, plan):
+    """the backward pass gathers the embedding, which it does not read"""
+    set_order(groups, replace(plan, forward_only=frozenset()))
 
 
 def _between_micro_batches(change, *call):

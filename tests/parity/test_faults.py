@@ -54,6 +54,10 @@ MISMATCHES = {  # part of the message, for each fault in llama3
     "names-wrapped": "layers.0.wrapped.",
     "vectors-unsummed": "gradient of ",
     "summed-early": "gradient of ",
+    "waited-too-late": "gradient of ",
+    "replicas-summed-in-bf16": "gradient of ",
+    "cast-forgotten": "in layers.0.attention",
+    "gathered-twice": "tok_embeddings was gathered instead of ",
 }
 OF_EXPERTS = {  # in qwen3 with experts
     "expert-sum-over-ep": "gradient of layers.0.moe.experts.w",

@@ -72,11 +72,9 @@ class StepRecorder:
         if isinstance(model, Pipeline):
             yield from self._pipeline_differences(parts, model)
         elif self.sharded:
-            gathers = declared_gathers(self.job, parts[0], "FB")  # of the first micro-batch
-            yield (
-                "all-gathers:",
-                first_difference(self.gathered[: len(gathers)], gathers),
-            )
+            passes = "FB" * self.job.batch.accumulation
+            gathers = declared_gathers(self.job, parts[0], passes)
+            yield "all-gathers:", first_difference(self.gathered, gathers)
 
     def _pipeline_differences(
         self, parts: Sequence[nn.Module], pipeline: Pipeline
@@ -210,8 +208,10 @@ def declared_gathers(job: Job, part: nn.Module, passes: Iterable[str]) -> list[G
         if kind == "F":
             gather(forward_order, dict(enumerate(plan.forward or ())))
             whole &= not_resharded
-        else:  # a backward pass frees parameters only at the end of the step
+        else:
             gather(plan.backward_order, backward)
+            if job.layout.pp == 1:  # a pipeline frees parameters only at the end of the step
+                whole.clear()
     groups = _groups(plan)
     layout = job.layout
     spec = job.spec
