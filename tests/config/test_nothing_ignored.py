@@ -134,8 +134,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "faults/test_decide.py": "fault.rejoin_seconds",
     "faults/test_restart.py": "fault.max_restarts fault.min_nodes fault.spare_nodes",
     "faults/test_stop.py": "fault.grace_seconds fault.stop_after_minutes",
-    "gpu/test_steps.py": "parallelism.fsdp_separate_reduce_scatter_group "
-    "parallelism.enable_fsdp_symm_mem",
+    "gpu/test_steps.py": "parallelism.fsdp_separate_reduce_scatter_group",
     "jobs.py": "job.dump_folder model.overrides",
     "launch/test_after_save.py": "checkpoint.after_save",
     "launch/test_launch.py": "job.print_config job.device training.repeat",
@@ -162,7 +161,7 @@ SHOWN_BY = {  # a file of tests: the keys whose effect it shows
     "parallel/test_active.py": "parallelism.fsdp_forward_prefetch "
     "parallelism.fsdp_backward_prefetch "
     "parallelism.fsdp_reshard_after_forward parallelism.fsdp_blocks_per_group "
-    "parallelism.fsdp_keep_whole training.enable_cpu_offload "
+    "parallelism.fsdp_keep_whole parallelism.enable_fsdp_symm_mem training.enable_cpu_offload "
     "activation_checkpoint.mode activation_checkpoint.selective_ac_option "
     "activation_checkpoint.early_stop activation_checkpoint.preserve_rng_state "
     "activation_checkpoint.memory_budget compile.enable compile.components compile.backend "
@@ -187,7 +186,8 @@ def test_every_key_is_flipped_here_or_shown_by_a_file_that_has_at_least_its_last
     shown = {key: file for file, keys in SHOWN_BY.items() for key in keys.split()}
     assert KEYS.keys() == FLIPS.keys() | shown.keys()
     texts = {file: (ROOT / "tests" / file).read_text() for file in SHOWN_BY}
-    assert not [key for key, file in shown.items() if re.split(r"[._]", key)[-1] not in texts[file]]
+    words = {file: {*re.split(r"[\W_]+", text)} for file, text in texts.items()}
+    assert not [key for key, file in shown.items() if re.split(r"[._]", key)[-1] not in words[file]]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ settings.
 
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.jobs import FLOAT64, TINY, forward_backward, job, trainer
 from tests.lanes import sample
-from tests.messages import says
+from tests.messages import refused, says
 from tests.parallel.rows import (
     COMPILED,
     DEFERRED,
@@ -34,7 +35,7 @@ from tests.parallel.rows import (
     watching,
 )
 from tests.runs import finish, python, records, run, start
-from titanlite.parallel import replicated
+from titanlite.parallel import fsdp, replicated
 from titanlite.parallel.fsdp_schedule import schedule
 from titanlite.parallel.parallelize import parallelize
 from titanlite.runtime.torch_private import compiled_graphs
@@ -161,6 +162,24 @@ def test_replicas_sum_matrices_in_the_last_backward_pass(pool, tmp_path):
     assert found == [[0, 0, 0, 30]] * 2
 
 
+@pytest.mark.parametrize("key", fsdp._METHODS)
+def test_fsdp2_is_told_of_a_communicator_of_its_own_and_a_torch_that_lacks_it_is_named(
+    key, monkeypatch
+):
+    """The first is of the root, symmetric memory of every group."""
+    method = fsdp._METHODS[key]
+    called: list[torch.nn.Module] = []
+    monkeypatch.setattr(FSDPModule, method, lambda group: called.append(group), raising=False)
+    argv = [*EVEN, f"--parallelism.{key}", "--job.device=cuda"]
+    with on_a_fake_rank(argv, 2) as (model, context):
+        parallelize(model, replace(context, device=torch.device("cuda")))
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert called == (groups if key == "enable_fsdp_symm_mem" else [model])
+    monkeypatch.delattr(FSDPModule, method)
+    with on_a_fake_rank(argv, 2) as given, refused(f"parallelism.{key}", "torch 2.14"):
+        parallelize(*given)
+
+
 def test_one_rank_divides_no_gradient_by_one(pool, tmp_path):
     """FSDP2 would, with a factor of 1, in each of its groups."""
     casts = ["--training.mixed_precision_param=bfloat16"]
@@ -282,6 +301,21 @@ def test_components_are_compiled_as_set_and_nothing_by_default(pool, tmp_path, k
     argv = ["--compile.enable", f"--compile.backend={name}", f"--compile.components={components}"]
     found = pool.run(compiled, str(tmp_path), name, *(argv if kinds else []), world=1)
     assert found == [{*kinds.split()}]
+
+
+def test_a_mode_is_given_to_the_compiler(monkeypatch):
+    given: list[str | None] = []
+
+    def compile(forward: Any, mode: str | None = None, **options: Any) -> Any:
+        given.append(mode)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        argv = [*FOUR_LAYERS, "--compile.enable", f"--compile.mode={mode}"]
+        with on_a_fake_rank(argv, 1) as (model, context):
+            parallelize(model, context)
+    assert given == 4 * [None] + 4 * ["max-autotune-no-cudagraphs"]
 
 
 def test_a_cache_folder_is_given_to_the_compiler(tmp_path, monkeypatch):

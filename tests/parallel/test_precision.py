@@ -79,6 +79,9 @@ ALONE = {
     "experts, compiled, whole blocks": f"{COMPILED} {RECOMPUTED}full",
     "frozen": "--model.freeze=['layers.0.*']",
     "adapters": "--lora.rank=2 --lora.alpha=4",
+    "accumulated": local(SAMPLES // 3),
+    "float8": "--quantize.linear.float8.enable --quantize.linear.float8.emulate "
+    "--model.overrides.hidden_dim=32",
     "experts": "",
     "experts, by operation": f"{RECOMPUTED}selective",
     "experts, whole blocks": f"{RECOMPUTED}full",
