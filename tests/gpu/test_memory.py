@@ -57,12 +57,18 @@ def test_the_allocator_takes_what_hardware_toml_says(train_on_gpus, tmp_path, gp
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "flag", ["--parallelism.context_parallel_degree=2", "--optimizer.state_on=host"]
+    ("gpus", "more"),
+    [
+        (1, ""),
+        (2, "--parallelism.data_parallel_replicate_degree=2"),
+        (2, "--parallelism.context_parallel_degree=2"),
+        (2, "--optimizer.state_on=host"),
+    ],
 )
-def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, flag):
-    argv = [*SIZE, flag]
-    planned = planned_peak(argv, 2)
-    for trace in train_on_gpus(tmp_path, 2, argv).traces:
+def test_the_planned_peak_is_that_of_the_allocator(train_on_gpus, tmp_path, gpus, more):
+    argv = [*SIZE, *more.split()]
+    planned = planned_peak(argv, gpus)
+    for trace in train_on_gpus(tmp_path, gpus, argv).traces:
         allocated, reserved = peaks(trace)
         assert abs(allocated - BLAS - planned) < 0.1 * MIB
         assert reserved > allocated

@@ -81,6 +81,7 @@ def in_small_pieces(argv: list[str], folder: str, direct: bool = True) -> dict[s
     return found
 
 
+IN_FLOAT32 = ["--training.dtype=bfloat16", "--optimizer.state_dtype=float32"]
 FLOAT8 = "--model.overrides.hidden_dim=32 --quantize.linear.float8.enable "
 FLOAT8 += "--quantize.linear.float8.emulate "
 FLOAT8 += "--quantize.linear.float8.enable_fsdp_float8_all_gather"
@@ -90,6 +91,7 @@ SAME_BITS = {  # ranks, the model with further options, and where the state is
     "host, one rank": (1, [*TINY, *UNEVEN], "host"),
     "host, experts": (2, [*MOE, "--parallelism.expert_parallel_degree=2"], "host"),
     "host, float8": (2, [*TINY, *UNEVEN, *FLOAT8.split()], "host"),
+    "host, weights in bfloat16": (2, [*TINY, *UNEVEN, *IN_FLOAT32], "host"),
     "disk": (2, [*TINY, *UNEVEN], "disk"),
     "disk, one rank": (1, [*TINY, *UNEVEN], "disk"),
     "disk, offloaded": (2, [*TINY, *UNEVEN, OFFLOAD], "disk"),
@@ -113,7 +115,9 @@ def test_training_has_the_bits_of_state_on_the_device(pool, tmp_path, disk, case
     expected = pool.run(in_small_pieces, argv, str(tmp_path / "a"), world=world)
     found = pool.run(in_small_pieces, [*argv, *where], str(tmp_path / "b"), direct, world=world)
     assert [rank["state"] for rank in found] == [rank["state"] for rank in expected]
-    assert all(rank["streams"] for rank in found) and not any(rank["streams"] for rank in expected)
+    is_wide = IN_FLOAT32[0] in argv  # streams on the device too
+    assert {rank["streams"] for rank in found} == {True}
+    assert {rank["streams"] for rank in expected} == {is_wide}
     for rank in found * (place == "disk"):
         assert rank["is direct"] == direct and rank["file"].startswith(disk), rank["file"]
         assert rank["file"].endswith(" (deleted)") and not os.listdir(disk)
@@ -157,23 +161,29 @@ def test_a_disk_without_direct_writes_is_named_in_one_line(disk, capfd):
     says(line, f'{KEY} = "{disk}"', "O_DIRECT")
 
 
-RESUMED = [  # ranks before and after, and whether the state is on a disk
-    ((2, True), (1, True)),
-    ((2, True), (3, False)),
-    ((1, False), (2, True)),
+RESUMED = [  # ranks and the place of the state, before and after
+    ((2, "disk"), (1, "disk")),
+    ((2, "disk"), (3, "device")),
+    ((1, "device"), (2, "disk")),
+    ((2, "host"), (1, "device")),
+    ((1, "device"), (2, "host")),
+    ((1, "host"), (2, "host")),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), sample(RESUMED, nightly=RESUMED[1:2]))
-def test_a_checkpoint_continues_with_the_same_bits_on_a_disk_and_in_memory(
+@pytest.mark.parametrize(
+    ("before", "after"), sample(RESUMED, RESUMED[3], nightly=(RESUMED[1], RESUMED[5]))
+)
+def test_a_checkpoint_continues_with_the_same_bits_wherever_the_state_is(
     pool, tmp_path, disk, before, after
 ):
     argv = [*SAVING, *UNEVEN, "--checkpoint.async_mode=disabled"]
     states = []
-    for folder in ("memory", "disk"):
+    where = {"disk": on(disk), "host": [HOST], "device": []}
+    for folder in ("on the device", "streamed"):
         parts: Any = None
-        for (world, is_on_disk), stop in ((before, 3), (after, None)):
-            more = on(disk) if is_on_disk and folder == "disk" else []
+        for (world, place), stop in ((before, 3), (after, None)):
+            more = where[place if folder == "streamed" else "device"]
             batch = [f"--training.local_batch_size={6 // world}"]
             given = [*argv, *more, *batch]
             parts = pool.run(run_until, given, str(tmp_path / folder), stop, world=world)

@@ -70,6 +70,16 @@ def test_state_on_the_host_is_planned_there_and_crosses_the_link_both_ways():
     assert 0 <= counts < 200 and less.totals.peak < plan.totals.peak - 0.9 * moved
 
 
+def test_float32_state_is_planned_with_8_bytes_a_parameter_beside_bfloat16_weights():
+    narrow = [*TINY, "--training.dtype=bfloat16"]
+    plain, wide = (
+        static_bytes(job([*narrow, f"--optimizer.state_dtype={dtype}"], 2))
+        for dtype in ("like_parameters", "float32")
+    )
+    assert plain["optimizer"] == 2 * plain["parameters"]
+    assert wide == plain | {"optimizer": 4 * plain["parameters"]}
+
+
 def test_a_plan_that_offloads_fits_only_if_a_nodes_host_holds_all_its_ranks():
     plan = make_plan(job(OFFLOAD, 2), H100)
     assert plan.fits and "the host" in report(plan)

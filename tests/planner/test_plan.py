@@ -28,9 +28,9 @@ def kinds(**sizes: int) -> tuple[int, ...]:
     return tuple(sizes.get(kind, 0) for kind in KINDS)
 
 
-def plan_of(peak: int, *options: str, tokens: float = 0) -> Plan:
-    """Return the plan of a hand-made recording on 16 ranks, 4 of which share parameters."""
-    planned = job([*TINY, "--parallelism.data_parallel_replicate_degree=4", *options], world=16)
+def plan_of(peak: int, *options: str, tokens: float = 0, world: int = 16) -> Plan:
+    """Return the plan of a hand-made recording on four replicas, each sharded if world is 16."""
+    planned = job([*TINY, "--parallelism.data_parallel_replicate_degree=4", *options], world)
     compute = Operation("forward 0", peak // 3, flops=10**12, dtype="bfloat16", moved=GIB)
     full = kinds(parameters=GIB, logits=peak - GIB)
     operations = [
@@ -61,6 +61,12 @@ def test_the_second_verdict_is_about_flushes_of_the_allocators_cache():
     assert fits.startswith("No allocator cache flushes") and "flushes possible" in does_not
     says(report(plan_of(50 * GIB)), "66.00 GiB")
     assert "flushes" not in report(plan_of(90 * GIB))
+
+
+def test_the_allocator_takes_less_beside_the_peak_where_nothing_is_sharded():
+    sharded, alone = plan_of(50 * GIB), plan_of(50 * GIB, world=4)
+    assert sharded.without_flushes == 50 * GIB * H100.reserve.allocator
+    assert alone.without_flushes == 50 * GIB * H100.reserve.allocator_alone
 
 
 def test_the_tables_name_the_moment_the_links_and_the_days():
