@@ -1,5 +1,5 @@
-"""Train ten fixed runs, models x meshes, for four steps each and print their losses and gradient
-norms in full.
+"""Train thirteen fixed runs, models x meshes, for four steps each and print their losses and
+gradient norms in full.
 
     python scripts/fixed_runs.py > before.txt       # and after a change: the two files are equal
 
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 P = "--parallelism."
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 RUNS = {
     "llama3, 1 rank": ("1", []),
     "llama3, dp2, accumulation": ("2", ["--training.global_batch_size=16"]),
@@ -33,6 +34,17 @@ RUNS = {
     "qwen3 with experts, ep2": (
         "2",
         ["--model.name=qwen3", "--model.flavor=debugmodel_moe", P + "expert_parallel_degree=2"],
+    ),
+    "llama3, 1 rank, bfloat16": ("1", [BFLOAT16]),
+    "llama3, 2 replicas, bfloat16": ("2", [BFLOAT16, P + "data_parallel_replicate_degree=2"]),
+    "qwen3 with experts, dp2, bfloat16, recomputed": (
+        "2",
+        [
+            BFLOAT16,
+            "--model.name=qwen3",
+            "--model.flavor=debugmodel_moe",
+            "--activation_checkpoint.mode=full",
+        ],
     ),
 }
 COMMON = [
