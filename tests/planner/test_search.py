@@ -20,7 +20,7 @@ from titanlite.planner.depth import ranks_in
 from titanlite.planner.fake_world import FakeWorld
 from titanlite.planner.hardware import GIB, Hardware
 from titanlite.planner.rehearse import static_bytes
-from titanlite.planner.search import FLOAT8, SearchResult, changed, search
+from titanlite.planner.search import SearchResult, changed, search
 from titanlite.planner.speed import speed_of_job
 from titanlite.planner.tables import search_table
 
@@ -34,7 +34,7 @@ SMALL = [
 
 
 def hardware_of(usable: int) -> Hardware:
-    """Return a GPU with so many bytes for a step."""
+    """Return a GPU with this many bytes for a step."""
     gpu, reserve = replace(H100.gpu, memory_gib=usable / GIB), replace(H100.reserve, gib=0)
     return replace(H100, gpu=gpu, reserve=reserve)
 
@@ -81,14 +81,6 @@ def test_the_state_that_rules_a_plan_out_is_what_a_rank_keeps_whatever_its_repli
         state = sum(kept.values()) - kept["buffers"]
         of_rank = searching._Model(given).state / given.layout.model_shards
         assert of_rank == approx(state, rel=0.01)
-
-
-def test_what_float8_needs_says_nothing_of_plans_without_it():
-    plain = llama("llama_8b.toml", 8)
-    float8 = changed(plain, {FLOAT8: True})
-    assert float8 and searching._needs_no_less(plain, plain)
-    assert not searching._needs_no_less(float8, plain)
-    assert not searching._needs_no_less(plain, float8)
 
 
 SHORT = ["--model.overrides.n_layers=3", "--training.seq_len=64", "--training.local_batch_size=1"]

@@ -1,13 +1,12 @@
 """Search for the fastest plans of a config that fit, rehearsing them in the order of their bounds.
 
 A plan is not rehearsed if the config's rules refuse it, if its parameters, gradients and optimizer
-state alone do not fit, or if it needs more in some respect, and no less in any, than a plan that
-did not fit."""
+state alone do not fit, or if enough faster plans are known."""
 
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import inf, prod
 from typing import Any
@@ -80,8 +79,8 @@ class SearchResult:
     best: Sequence[Candidate]
     """Plans that fit, in the order of their bounds."""
     counts: Mapping[str, int]
-    """How many were "rehearsed", "ruled out" (by their state alone, by a plan that needs less and
-    did not fit, or because the best are faster than their bounds), and "not reached in time"."""
+    """How many were "rehearsed", "ruled out" (by their state alone, or
+    because the best are faster than their bounds), and "not reached in time"."""
     needed: tuple[float, str] = (0, "")
     """The smallest demand in bytes among the plans that did not fit, and that plan."""
 
@@ -91,7 +90,6 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
     end = time.monotonic() + max_seconds
     model = _Model(job)
     fitting = list[Candidate]()
-    too_large = list[Job]()
     counts = dict.fromkeys(("rehearsed", "ruled out", "not reached in time"), 0)
     needed = inf, ""
     legal = list[tuple[tuple[Any, ...], Settings, Job]]()
@@ -110,7 +108,7 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
             slowest = inf
             if len(fitting) >= most:
                 slowest = fitting[most - 1].seconds
-            if order[0] > slowest or any(_needs_no_less(other, large) for large in too_large):
+            if order[0] > slowest:
                 counts["ruled out"] += 1
                 continue
             if counts["rehearsed"] and time.monotonic() > end:
@@ -124,7 +122,6 @@ def search(job: Job, hardware: Hardware, max_seconds: float = 60, most: int = 10
                 fitting.append(Candidate(settings, other, full.peak, speed))
                 fitting.sort(key=lambda one: (one.seconds, one.speed.order, one.peak))
             else:
-                too_large.append(other)
                 needed = min(needed, (full.peak, f"{other.layout}, rehearsed,"))
     return SearchResult(fitting[:most], counts, needed)
 
@@ -263,26 +260,4 @@ def _first(job: Job, bound: tuple[float, float]) -> tuple[Any, ...]:
     recompute come first, since they are likelier to fit, then those that communicate less.
     """
     recomputes = job.config.activation_checkpoint.mode != "none"
-    return _with_bubble(job, bound[0]), not recomputes, bound[1], _demand(job)
-
-
-def _demand(job: Job) -> tuple[int, ...]:
-    """Return numbers; raising any of them alone raises the memory needed."""
-    config = job.config
-    layout = job.layout
-    recompute = RECOMPUTE_MODES.index(config.activation_checkpoint.mode)
-    keeps = config.parallelism.fsdp_reshard_after_forward == "never"
-    samples = job.batch.local, job.stages.size
-    return layout.dp_replicate, *samples, keeps, recompute
-
-
-def _needs_no_less(job: Job, other: Job) -> bool:
-    """Return whether a job equals another one except for demands that are no lower."""
-    both = zip(_demand(job), _demand(other), strict=True)
-    return _program(job) == _program(other) and all(one >= another for one, another in both)
-
-
-def _program(job: Job) -> Any:
-    """Return the properties that two plans must share for their demands to be comparable."""
-    mesh = replace(job.layout, dp_replicate=1, dp_shard=1)
-    return mesh, job.stages.names, job.stages.schedule, value_of(job.config, FLOAT8)
+    return _with_bubble(job, bound[0]), not recomputes, bound[1]
