@@ -150,9 +150,10 @@ def sums_in_the_backward_pass(argv: list[str], folder: str) -> list[int]:
 
     runner.model.loss = loss  # type: ignore[attr-defined]
     with watching(dist, ["all_reduce"], lambda *_: sums.append(1)):
-        runner.model.gradients(1, own_batches(run), lambda: torch.tensor(1), runner.sum.start)
+        runner.model.gradients(1, own_batches(run), lambda: torch.tensor(1), runner.before_last)
         seen.append(len(sums))
-    runner.sum.finish()
+    for sum_gradients in runner.after_backward:
+        sum_gradients()
     return seen
 
 

@@ -26,9 +26,9 @@ from titanlite.data.loader import MicroBatch
 from titanlite.errors import UserError, first_line
 from titanlite.models.common import moe
 from titanlite.models.common.attention import causal_rows
-from titanlite.optim import build_optimizer, optimizer_bytes, trained_parameters
+from titanlite.optim import optimizer_bytes, trained_parameters
 from titanlite.optim.streamed import buffer_bytes
-from titanlite.parallel.build import Context, Converter, build_model, sizes_on_host
+from titanlite.parallel.build import Context, Converter, build_model, exchange_sizes
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.dtensor import local_part
 from titanlite.parallel.init import allocate
@@ -52,10 +52,9 @@ from titanlite.planner.torch_private import (
     waiting_as_on_a_device,
     without_values,
 )
-from titanlite.train.forward import build_runner, take
+from titanlite.train.forward import take
 from titanlite.train.guard import StepGuard
-from titanlite.train.loss import count_valid
-from titanlite.train.step import StepRunner
+from titanlite.train.step import StepRunner, build_step_runner
 
 _WITHOUT_STATE = {
     "optimizer.name": "SGD",
@@ -94,7 +93,9 @@ def rehearse(
         guard = StepGuard(config.fault, context.device, job.layout.tp, copy=stand_ins.late_copy)
         if is_short:
             context = replace(context, job=shortened_job(job))
-        runner = _build_step_runner(context, parts, rank)
+        # On real tensors, since a pipeline reads a mesh's values when it is built.
+        with real_tensors():
+            runner = build_step_runner(context, parts, 0, rank, _without_streamed_state(config))
         counting = Counting(job.layout, as_on_cuda and config.training.enable_cpu_offload)
 
         def step(first: int) -> Recording:
@@ -112,6 +113,13 @@ def rehearse(
             state = optimizer_bytes(runner.trained, config)
             found = _with_streamed_state(found, state, config, as_on_cuda)
         return found
+
+
+def _without_streamed_state(config: JobConfig) -> JobConfig:
+    """Return a config whose optimizer has no state, if the state streams."""
+    if streams_state(config):
+        return with_values(config, _WITHOUT_STATE)
+    return config
 
 
 def _with_streamed_state(
@@ -148,21 +156,6 @@ def _with_bytes(operation: Operation, kind: str, size: int) -> Operation:
     by_kind[KINDS.index(kind)] += size
     live = operation.live + size * (kind != "host")
     return replace(operation, live=live, by_kind=tuple(by_kind))
-
-
-def _build_step_runner(context: Context, parts: Sequence[nn.Module], rank: int) -> StepRunner:
-    """Return the runner of steps for a rank's parts of the model, with their optimizer."""
-    job = context.job
-    config = job.config
-    no_decay = config.optimizer.no_decay
-    trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-    if streams_state(config):
-        config = with_values(config, _WITHOUT_STATE)
-    # On real tensors, since a pipeline reads a mesh's values when it is built.
-    with real_tensors():
-        optimizer = build_optimizer(trained, config, 0, context.mesh)
-        model = build_runner(context, parts, 0, rank)
-        return StepRunner(context, model, trained, optimizer)
 
 
 @contextmanager
@@ -236,7 +229,7 @@ def _skeleton(
     job: Job,
     mesh: Mesh,
     converters: Sequence[Converter] = (),
-    sizes: Callable[..., list[list[int]]] = sizes_on_host,
+    sizes: Callable[..., list[list[int]]] = exchange_sizes,
 ) -> tuple[Context, list[nn.Module]]:
     """Return a rank's parts of the model on the meta device, with every technique applied."""
     model, table = build_model(job)
@@ -269,9 +262,7 @@ def _count_step(
             static[""] = [batch.rows for batch in micro_batches]
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
-            own_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-            own_tokens *= runner.model.has_loss
-            valid_tokens = guard.exchange(own_tokens)
+            valid_tokens = guard.exchange(runner.count_valid(micro_batches))
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [
                 parameter.grad for parameter in runner.parameters if parameter.grad is not None

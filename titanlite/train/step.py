@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import MicroBatch
-from titanlite.optim.build import TrainedParam
+from titanlite.optim.build import TrainedParam, build_optimizer, trained_parameters
 from titanlite.optim.grad_norm import clip_divisor, grad_norm
 from titanlite.optim.lr_schedule import learning_rate
 from titanlite.optim.update import update
@@ -21,7 +22,8 @@ from titanlite.parallel.balance import ExpertLoad
 from titanlite.parallel.build import Context
 from titanlite.parallel.replicated import GradientSum
 from titanlite.runtime.page import phase
-from titanlite.train.forward import ModelRunner
+from titanlite.train.forward import ModelRunner, build_runner
+from titanlite.train.loss import count_valid
 
 
 @dataclass
@@ -37,22 +39,24 @@ class StepRunner:
         self.config = self.context.job.config
         self.parameters = [item.parameter for item in self.trained]
         self.balance = ExpertLoad(self.model.parts, self.context)
+        self.before_last: Callable[[], None] = _nothing
+        self.after_backward: list[Callable[[], None]] = []
         whole: list[nn.Parameter] = []
         for part in self.model.parts:
             whole += fsdp.not_summed(part, self.context)
-        reduction = getattr(torch, self.config.training.mixed_precision_reduce)
-        group = self.context.mesh.data
-        self.sum = GradientSum(whole, group, reduction, self.context.device)
-        self.after_backward = self._sums_of_gradients(bool(whole))
-
-    def _sums_of_gradients(self, any_whole: bool) -> list[Callable[[], None]]:
-        """Return what the enabled techniques do after a backward pass, in order."""
-        sums: list[Callable[[], None]] = []
-        if any_whole:
-            sums.append(self.sum.finish)
+        if whole:
+            reduction = getattr(torch, self.config.training.mixed_precision_reduce)
+            replicas = GradientSum(whole, self.context.mesh.data, reduction, self.context.device)
+            self.before_last = replicas.start
+            self.after_backward.append(replicas.finish)
         if self.context.job.layout.tp > 1:
-            sums.append(partial(tensor_parallel.sum_gradients, self.parameters))
-        return [*sums, *self.model.after_backward]
+            self.after_backward.append(partial(tensor_parallel.sum_gradients, self.parameters))
+        self.after_backward += self.model.after_backward
+
+    def count_valid(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Return the valid tokens whose losses this rank computes."""
+        valid = count_valid(torch.stack([batch.labels for batch in micro_batches]))
+        return valid * self.model.has_loss
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Callable[[], Tensor]
@@ -62,7 +66,7 @@ class StepRunner:
         Return this rank's part of that loss. `valid_tokens` waits for the count of the whole
         global batch, at the first loss.
         """
-        total = self.model.gradients(step, micro_batches, valid_tokens, self.sum.start)
+        total = self.model.gradients(step, micro_batches, valid_tokens, self.before_last)
         valid_tokens()  # a stage without losses has not waited
         for sum_gradients in self.after_backward:
             sum_gradients()
@@ -96,3 +100,19 @@ class StepRunner:
         """Tell each converter that the weights have changed."""
         for converter in self.context.converters:
             converter.after_optimizer_step(self.model.parts)
+
+
+def build_step_runner(
+    context: Context, parts: Sequence[nn.Module], seed: int, rank: int, config: JobConfig
+) -> StepRunner:
+    """Return the runner of steps for this rank's parts of the model, with the optimizer of a
+    config.
+    """
+    blocks = context.job.spec.blocks
+    trained = trained_parameters(parts, context.table, blocks, config.optimizer.no_decay)
+    optimizer = build_optimizer(trained, config, seed, context.mesh)
+    return StepRunner(context, build_runner(context, parts, seed, rank), trained, optimizer)
+
+
+def _nothing() -> None:
+    pass

@@ -34,7 +34,7 @@ from titanlite.fault.beat import longest_limit
 from titanlite.fault.stop import Stop
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.throughput import flops_per_token
-from titanlite.optim import build_optimizer, check_trained, trained_parameters
+from titanlite.optim import check_trained
 from titanlite.parallel.build import Context, build_model
 from titanlite.parallel.convert import build_converters
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -44,15 +44,14 @@ from titanlite.runtime.cluster import RankInfo
 from titanlite.runtime.determinism import agree_on_seed, use_deterministic_algorithms
 from titanlite.runtime.distributed import on_any_rank, set_collective_timeout
 from titanlite.runtime.page import OWN_PAGE, phase
-from titanlite.train.forward import build_runner, take
+from titanlite.train.forward import take
 from titanlite.train.generate import generate
 from titanlite.train.guard import Spike, StepGuard
-from titanlite.train.loss import count_valid
 from titanlite.train.network import check_network
 from titanlite.train.prepared import Prepared
 from titanlite.train.rank_facts import RankFacts, compare_ranks, facts_of
 from titanlite.train.report import Report
-from titanlite.train.step import StepRunner
+from titanlite.train.step import StepRunner, build_step_runner
 from titanlite.train.validate import Cost, validation_loss
 
 T = TypeVar("T", bound="Trainer")
@@ -141,7 +140,7 @@ class Trainer:
         parts, notes = build_parts(model, context, initial_seed)
         # The groups of the mesh and of FSDP2 start with torch's default of 30 minutes.
         set_collective_timeout(config.comm.init_timeout_seconds, excluded=checkpoints.group)
-        runner = _build_step_runner(context, parts, seed, rank_info.rank)
+        runner = build_step_runner(context, parts, seed, rank_info.rank, config)
         # The last change to the weights: it compares replicas afterwards.
         state = _restore(checkpoints, resume, runner)
         guard = StepGuard(config.fault, device, job.layout.tp, report.log_bad_step)
@@ -266,8 +265,7 @@ class Trainer:
     def train_step(self) -> None:
         """Take one step, and log it if due."""
         micro_batches = self.next_micro_batches()
-        local_valid_tokens = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-        local_valid_tokens *= self.runner.model.has_loss  # only the last stage has losses
+        local_valid_tokens = self.runner.count_valid(micro_batches)
         with phase("tokens"):
             valid_tokens = self.guard.exchange(local_valid_tokens, stop=bool(self.stop.reason))
         loss = self.runner.forward_backward(self.step, micro_batches, valid_tokens)
@@ -456,17 +454,6 @@ def _build_report(
     if data.validation_loader is not None:
         cost = Cost.of(job, data.validation_loader)
     return Report(context, rank_info, log, flops.total, cost)
-
-
-def _build_step_runner(
-    context: Context, parts: Sequence[nn.Module], seed: int, rank: int
-) -> StepRunner:
-    """Return the runner of steps for this rank's parts of the model, with their optimizer."""
-    job = context.job
-    no_decay = job.config.optimizer.no_decay
-    trained = trained_parameters(parts, context.table, job.spec.blocks, no_decay)
-    optimizer = build_optimizer(trained, job.config, seed, context.mesh)
-    return StepRunner(context, build_runner(context, parts, seed, rank), trained, optimizer)
 
 
 @phase("load")
