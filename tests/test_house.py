@@ -47,9 +47,9 @@ EXCEPTIONS = {
 }
 """Files and functions above these limits, with the reason."""
 MAX_TOKENS = {
-    "ring 1": 29_000,  # a step of training, which one reads in an evening
-    "rings 1 and 2": 58_000,  # with every technique and checkpoints: all that changes numbers
-    "titanlite": 237_000,  # what one person can keep
+    "ring 1": 30_000,  # a step of training, which one reads in an evening
+    "rings 1 and 2": 60_000,  # with every technique and checkpoints: all that changes numbers
+    "titanlite": 228_000,  # what one person can keep
 }
 """As scripts/count.py counts them."""
 

@@ -1,4 +1,4 @@
-"""A key in a run in which it has nothing to do is named as without effect, or refused: every key,
+"""A key that has nothing to do in a run is reported as having no effect, or refused: every key,
 every need.
 """
 

@@ -19,7 +19,7 @@ from titanlite.errors import FAILED
 from titanlite.fault.stall import (
     ENDED,
     IN_KERNEL,
-    STOPPED,
+    PAUSED,
     Hang,
     Judge,
     Standing,
@@ -134,7 +134,7 @@ WAITS_FOR_GPU, READS_SIZES = {"stack": WAITING_FOR_GPU}, {"stack": READING_SIZES
 @pytest.mark.parametrize(
     ("blamed", "ranks"),
     [
-        (1, [AT_WORK, {"state": STOPPED}, SILENT]),
+        (1, [AT_WORK, {"state": PAUSED}, SILENT]),
         (1, [WAITS_FOR_GPU | ASLEEP, {"state": IN_KERNEL}]),
         (1, [WAITS_FOR_GPU | ASLEEP, ASLEEP]),
         (1, [WAITS_FOR_GPU, COMPUTES]),
@@ -162,7 +162,7 @@ def test_the_rank_to_blame(blamed, ranks):
 
 
 def test_the_report_is_short_on_thousands_of_ranks_and_has_each_stack_once():
-    found = hang({"state": STOPPED} | COMPUTES, *[WAITS] * 4095)
+    found = hang({"state": PAUSED} | COMPUTES, *[WAITS] * 4095)
     first, culprit, stack, others = report(found).splitlines()
     says(first, "10 s", "comm.train_timeout_seconds", "rank 0: stopped")
     says(culprit, "rank 0", "node07", "backward of step 5", "pid 4711")

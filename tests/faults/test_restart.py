@@ -1,4 +1,4 @@
-"""A run that loses a rank, a process or a node goes on by itself, or says why it does not."""
+"""A run that loses a rank, a process or a node continues without help, or says why it does not."""
 
 import re
 import signal

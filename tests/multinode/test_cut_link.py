@@ -1,4 +1,4 @@
-"""A run whose nodes lose sight of each other for a while goes on by itself."""
+"""A run whose nodes lose contact for a while continues without help."""
 
 import signal
 import time

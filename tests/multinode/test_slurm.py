@@ -85,7 +85,7 @@ def test_a_preempted_job_saves_and_is_queued_again(slurm, tmp_path):
     slurm.ask("scancel", job)
 
 
-def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, tmp_path):
+def test_a_canceled_job_saves_and_is_not_queued_again(slurm, tmp_path):
     job = start(slurm, STOPPED, tmp_path)
     slurm.ask("scancel", job)
     wait_until(

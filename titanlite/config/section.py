@@ -56,9 +56,9 @@ class Needs:
     """What a key needs to have an effect: other keys, and conditions of needs.py.
 
     If a key is set and a need is not met, the run reports the key and continues with its default.
-    If that would change the run's numbers, or what it loads or saves, the key is refused instead;
-    such a need has a `why` that names what would be missing. --help and docs/config.md list all
-    needs.
+    A key that asks for other numbers, or for a load or a save that would not happen, is refused
+    instead; its need has a `why` that names what would be missing. --help and docs/config.md list
+    all needs.
     """
 
     def __init__(self, *needs: str | Condition | MeshCondition, why: str = "") -> None:

@@ -187,8 +187,8 @@ class Pipeline:
         from titanlite.parallel.stage import build_lanes
 
         world = self.context.mesh.world
-        # Before 2.14, ranks that took part in fewer splits named a group differently
-        # (pytorch#189073).
+        # Until torch 2.14 is the minimum: ranks that took part in fewer splits named a group
+        # differently (pytorch#189073).
         is_old = TorchVersion(torch.__version__) < "2.14"
         if self.job.stages.schedule in SINGLE or (is_old and world.device_type == "cuda"):
             ranks = []  # single schedules gain nothing from lanes, and batch sends with receives

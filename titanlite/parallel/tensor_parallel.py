@@ -74,7 +74,7 @@ def apply(model: nn.Module, context: Context) -> list[str]:
     # Untested: no GPUs available that reach each other's memory.
     enable_async_tensor_parallel(mesh.get_group())
     note += ", overlapped with computation (async)"
-    # torch 2.13 cannot fuse the gather of one sequence; try 2.14, which takes GPUs.
+    # Until torch 2.14 is tried on GPUs: 2.13 cannot fuse the gather of one sequence.
     if context.job.batch.local == 1:
         note += ", but for all-gathers: these need a training.local_batch_size of 2 or more"
     return [note]
