@@ -154,7 +154,8 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
         "--checkpoint.enable",
         "--checkpoint.async_mode=async",
     ]
-    argv += [f"--checkpoint.folder={root}"] * bool(root)
+    if root:
+        argv.append(f"--checkpoint.folder={root}")
     run = trainer([*argv, "--checkpoint.keep_latest_k=1"], folder)
     run.train()
     run.saver.records.clear()
@@ -186,8 +187,10 @@ def measured(rounds: int, dim: int, folder: str, root: str) -> tuple[int, dict[s
             dist.barrier()
             if dist.get_rank() == 0 and not root:
                 shutil.rmtree(Path(folder) / "bare")
+            if number == 0:
+                continue
             for what, spent in taken.items():
-                seconds.setdefault(what, []).extend([spent] * (number > 0))
+                seconds.setdefault(what, []).append(spent)
     return sum(tensor.nbytes for tensor in local), seconds
 
 

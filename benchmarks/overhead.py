@@ -156,7 +156,9 @@ def steps_in_turn(
     data = statistics.mean(
         record["data_seconds"] / record["step_seconds"] for record in records[1:]
     )
-    kind = ("replica" if replicas else "rank") + "s" * (ranks > 1)
+    kind = "replica" if replicas else "rank"
+    if ranks > 1:
+        kind += "s"
     print(
         f"{model}, {ranks} {kind}, "
         f"{len(ours)} steps of {1000 * statistics.median(theirs):.0f} ms in turn:"

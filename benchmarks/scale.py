@@ -21,9 +21,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.harness import keep  # noqa: E402
-from tests.checkpoint.test_places import large  # noqa: E402
+from tests.checkpoint.test_stored_tensors import large  # noqa: E402
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest  # noqa: E402
-from titanlite.checkpoint.places import spread, tensor_file  # noqa: E402
+from titanlite.checkpoint.stored_tensors import spread, tensor_file  # noqa: E402
 from titanlite.config.schema import JobConfig  # noqa: E402
 from titanlite.data.mixture import Mixture  # noqa: E402
 from titanlite.data.shards import ShardSource  # noqa: E402

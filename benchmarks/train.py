@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import keep  # noqa: E402
 from titanlite.errors import UserError  # noqa: E402
-from titanlite.tools.breakdown import COMMUNICATION, KINDS, read  # noqa: E402
+from titanlite.tools.breakdown import COMMUNICATION, WORK_KINDS, read  # noqa: E402
 
 TRACE_WARM_UP, TRACED = 3, 2
 
@@ -81,7 +81,7 @@ def _record(folder: Path, overrides: list[str], steps: int, last: int) -> dict[s
                 rank.kinds[COMMUNICATION] / rank.step for rank in ranks
             ),
             "shares_of_a_traced_step": {
-                k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in KINDS
+                k: round(mean(r.kinds[k] / r.step for r in ranks), 4) for k in WORK_KINDS
             },
         }
     except (

@@ -78,7 +78,7 @@ def small_overrides(kind: str) -> dict[str, Any]:
     """Return the keys of a class's config.json that make it small."""
     from transformers import CONFIG_MAPPING
 
-    from titanlite.models.transformers import flavor_of
+    from titanlite.models.transformers.flavor import flavor_of
     from titanlite.models.transformers.model import transformers_config
     from titanlite.models.transformers.probe import small_config
 

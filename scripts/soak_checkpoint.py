@@ -111,7 +111,9 @@ def _rounds(
         f"the watcher looked {watcher.looks} times, "
         f"{watcher.missed} times without a verified checkpoint"
     )
-    return failures + ["the watcher saw no verified checkpoint"] * (watcher.missed > 0), soak
+    if watcher.missed:
+        failures.append("the watcher saw no verified checkpoint")
+    return failures, soak
 
 
 def _slow_disk(folder: LocalPath) -> list[str]:

@@ -147,7 +147,7 @@ class Run:
 
 
 def run(argv: list[str], folder: Path, ranks: int = 1, code: int | None = 0, **environ: str) -> Run:
-    """Train to the end with so many ranks, as a person does; require the exit code unless it is
+    """Train to the end with this many ranks, as a person does; require the exit code unless it is
     None.
     """
     found, out = finish(start(argv, folder, NGPU=str(ranks), **environ))

@@ -9,13 +9,14 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from titanlite.errors import UserError, nearest
+from titanlite.models.transformers.flavor import flavor_of
 from titanlite.registry import (
     Conversion,
     HuggingFace,
@@ -30,12 +31,6 @@ _HEADS = {"num_attention_heads": 4, "intermediate_size": 128}
 _FEWER = {**_HEADS, "num_key_value_heads": 2, "head_dim": 16}
 _FALCON = {"num_attention_heads": 4, "ffn_hidden_size": 128}
 _SCAN = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
-
-
-def flavor_of(values: Mapping[str, Any]) -> Any:
-    """Return a config.json's content as a flavor, whose fields are its keys."""
-    cls = make_dataclass("Flavor", [(key, Any) for key in values], frozen=True)
-    return cls(**values)
 
 
 _NEEDED = {

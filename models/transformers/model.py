@@ -32,6 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from titanlite.errors import UserError, nearest, some_of
+from titanlite.models.transformers.flavor import flavor_of
 from titanlite.models.transformers.initial import recorded
 from titanlite.registry import ModelDims, Rule
 
@@ -365,7 +366,5 @@ def _second_names(model: nn.Module) -> dict[str, str]:
 
 
 def on_meta(values: dict[str, Any]) -> Any:
-    from titanlite.models.transformers import flavor_of
-
     with torch.device("meta"):
         return build(flavor_of(values), 1)

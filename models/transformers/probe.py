@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titanlite.errors import first_line
 from titanlite.models.transformers import kernels
+from titanlite.models.transformers.flavor import flavor_of
 from titanlite.models.transformers.model import build, module_names_of, transformers_config
 
 _SMALL = {
@@ -128,8 +129,6 @@ def probe(values: str) -> dict[str, str]:
 
 
 def _answers(values: str) -> dict[str, str]:
-    from titanlite.models.transformers import flavor_of
-
     flavor = flavor_of(json.loads(values))
     unknown = ""
     for small in (flavor, flavor_of(small_config(transformers_config(flavor)))):

@@ -36,11 +36,11 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_to_delete,
 )
-from titanlite.checkpoint.places import Split, StoredTensor
 from titanlite.checkpoint.plan import Planner, flat
 from titanlite.checkpoint.shared import SEEN_BY_ALL
 from titanlite.checkpoint.stager import Stager
 from titanlite.checkpoint.state import TrainingState
+from titanlite.checkpoint.stored_tensors import Split, StoredTensor
 from titanlite.errors import RunFailed, UserError
 from titanlite.parallel.dtensor import local_part
 from titanlite.runtime import lock

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.checkpoint.saved import commit_tensors, everyone, rank
 from titanlite.checkpoint.load import load_tensors
 from titanlite.checkpoint.manifest import MANIFEST, File, Manifest, read_manifest
-from titanlite.checkpoint.places import (
+from titanlite.checkpoint.plan import Planner
+from titanlite.checkpoint.stored_tensors import (
     Split,
     StoredTensor,
     safetensors_header,
@@ -27,7 +28,6 @@ from titanlite.checkpoint.places import (
     tensor_file,
     written_by,
 )
-from titanlite.checkpoint.plan import Planner
 from titanlite.runtime.store import LocalPath
 
 MESHES = [

@@ -1,4 +1,4 @@
-"""A key that is set changes the run, is named as without effect, or is refused."""
+"""A key that is set changes the run, is reported as having no effect, or is refused."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def prepared(path: LocalPath, out: LocalPath, assets: object = "", name: str = "
 
 
 def texts_of(path: LocalPath, limit: int) -> list[str]:
-    """Return the documents, or their parts, that are read in pieces of about so many bytes."""
+    """Return the documents, or their parts, that are read in pieces of about this many bytes."""
     found = pieces(text_files("x", str(path)), limit)
     root = path if path.is_dir() else path.parent
     return [segment.text for piece in found for segment in segments(root, piece)]

@@ -62,7 +62,7 @@ def test_a_row_without_an_end_is_ended_with_all_that_it_started(tmp_path):
 
 
 def run_on(library: Path, folder: Path, gpus: int, chosen: str, *more: str) -> int:
-    """Run rows on so many fake GPUs; return their number. Assert that those that compare numbers
+    """Run rows on this many fake GPUs; return their number. Assert that those that compare numbers
     found only wrong ones, and that all others are ok.
     """
     options = ("--package=on_fake_gpu", "--patience=6", "--seconds=3000", f"--folder={folder}/out")

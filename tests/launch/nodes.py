@@ -58,7 +58,7 @@ def rendezvous() -> dict[str, str]:
 
 
 def trained(folder: Path, launcher: subprocess.Popen, steps: int) -> None:
-    """Wait until so many steps are logged."""
+    """Wait until this many steps are logged."""
     metrics = folder / "metrics.jsonl"
     wait_for(metrics, launcher, 300)
     while metrics.read_text().count("\n") < steps:

@@ -25,7 +25,8 @@ from titanlite.checkpoint.hf.load import HuggingFaceFolder
 from titanlite.checkpoint.hf.names import Translation, documents
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import training_data
-from titanlite.models.transformers import convert, flavor_of
+from titanlite.models.transformers import convert
+from titanlite.models.transformers.flavor import flavor_of
 from titanlite.models.transformers.initial import recorded
 from titanlite.models.transformers.model import build, transformers_config, values_as_built
 from titanlite.models.transformers.probe import shrunk, small_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from titanlite.models.transformers import flavor_of
+from titanlite.models.transformers.flavor import flavor_of
 from titanlite.models.transformers.model import build
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 32, 128, 4, 2

@@ -114,7 +114,7 @@ def test_a_batch_has_a_matrix_for_every_rank_however_large_they_are(count, shape
 
 
 def three_steps(folder: str, most: int) -> dict[str, torch.Tensor]:
-    """Train with batches of so many elements."""
+    """Train with batches of this many elements."""
 
     def batches(matrices: list[torch.Tensor], min_count: int) -> list[slice]:
         return [*chunk_by_numel(matrices, most)]

@@ -46,8 +46,8 @@ CASES = {
 
 
 def poison(run: Trainer, factors: dict[int, float]) -> None:
-    """Multiply the gradients after so many batches of the data by a factor, whatever the number of
-    the step. NaN spoils the loss too.
+    """Multiply the gradients after this many batches of the data by a factor, whatever the
+    number of the step. NaN spoils the loss too.
     """
     forward_backward = run.runner.forward_backward
     gradient_norm = run.runner.gradient_norm

@@ -93,18 +93,18 @@ def router_unsummed(replace_forward, convert, module, own):
 
 
 @fault("parallel.expert_parallel._dispatch", "ep2")
-def dispatch_shifted(dispatch, group, compute, places, sizes, tokens, counts):
+def dispatch_shifted(dispatch, group, compute, row_order, sizes, tokens, counts):
     """tokens go to the experts of the next rank"""
     experts = len(counts) // group.size()
     rows = int(counts[-experts:].sum())
-    sent = dispatch(group, compute, places, sizes, tokens.roll(rows, 0), counts.roll(experts))
+    sent = dispatch(group, compute, row_order, sizes, tokens.roll(rows, 0), counts.roll(experts))
     return sent.roll(-rows, 0)
 
 
-@fault("parallel.expert_parallel.places_by_expert", "ep2")
-def combine_unsorted(places, received, total):
+@fault("parallel.expert_parallel.order_by_expert", "ep2")
+def combine_unsorted(row_order, received, total):
     """what experts make of tokens returns in the order of the experts"""
-    return places(received, total)[0], torch.arange(total), received.sum(0)
+    return row_order(received, total)[0], torch.arange(total), received.sum(0)
 
 
 @fault("parallel.balance.ExpertLoad.end_step", "dp2", variant="bias")

@@ -21,7 +21,7 @@ AUTO = job([*TINY, f"--{RESHARD}=auto"], 2)
 
 
 def gpu_of(size: int) -> Hardware:
-    """Return a GPU with so many usable bytes."""
+    """Return a GPU with this many usable bytes."""
     reserve = replace(H100.reserve, gib=0.0)
     return replace(H100, gpu=replace(H100.gpu, memory_gib=size / GIB), reserve=reserve)
 

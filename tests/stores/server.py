@@ -183,8 +183,8 @@ class FaultProxy:
         return met
 
     def fail(self, pattern: str, after: int = 0, times: int = 1 << 30, **fault: Any) -> list[str]:
-        """Put a fault into so many requests "METHOD /path" with a pattern, after so many without
-        it; return the requests with that pattern.
+        """Put a fault into this many requests "METHOD /path" with a pattern, after that many
+        without it; return the requests with that pattern.
         """
         met = list[str]()
 

@@ -18,7 +18,7 @@ from tests.runs import run
 from titanlite.cli import main
 from titanlite.data import prepare as preparing
 from titanlite.data import remote
-from titanlite.data.shards import MANIFEST, Remote, ShardSource
+from titanlite.data.shards import DATA_MANIFEST, Remote, ShardSource
 from titanlite.data.sources import open_shards
 from titanlite.data.tokenizer import open_tokenizer
 from titanlite.data.windows import Windows, training_data
@@ -99,7 +99,7 @@ def test_a_start_reads_one_object_and_a_batch_only_its_windows_at_once(shards, p
     proxy.log.clear()
     remote._fetch_index.cache_clear()
     data = windows(shards)
-    assert set(gets(proxy.log)) == {MANIFEST}
+    assert set(gets(proxy.log)) == {DATA_MANIFEST}
     proxy.log.clear()
     reading, all_are, whole = list[int](), threading.Event(), Remote.read
 
@@ -174,10 +174,10 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
     command = "data prepare", folder.parent, "--out", url
     proxy.fail("PUT .*shard-000004.bin", status=403)
     tool(*command, code=2)
-    assert MANIFEST not in place(url).entries()
+    assert DATA_MANIFEST not in place(url).entries()
     proxy.heal()
     tool(*command)
-    assert proxy.log[-1][0] == "PUT" and proxy.log[-1][1].endswith(MANIFEST)
+    assert proxy.log[-1][0] == "PUT" and proxy.log[-1][1].endswith(DATA_MANIFEST)
     written = {name: path.read_bytes() for name, path in place(url).entries().items()}
     del written[".plan.json"]
     assert written == {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
@@ -191,7 +191,7 @@ def test_prepare_puts_the_same_shards_and_the_manifest_last(
 
 
 def test_what_is_wrong_is_one_line_that_names_the_key(url, tmp_path, monkeypatch):
-    (place(url) / MANIFEST).put(b'{"fingerprint": ""}')
+    (place(url) / DATA_MANIFEST).put(b'{"fingerprint": ""}')
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for wrong, named in (("s3://nobody/shards", "s3://nobody"), (url, "XDG_CACHE_HOME")):

@@ -1,4 +1,4 @@
-"""`titanlite checkpoint …`: checkpoints are listed, proved, compared, copied and removed."""
+"""`titanlite checkpoint …`: checkpoints are listed, verified, compared and copied."""
 
 import os
 import shutil

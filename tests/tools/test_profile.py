@@ -15,12 +15,12 @@ from titanlite.tools.breakdown import (
     ATTENTION,
     COMMUNICATION,
     DATA,
+    FSDP_COPIES,
     HOST,
-    KINDS,
     MATMUL,
     OPTIMIZER,
     OTHER,
-    SHARDING,
+    WORK_KINDS,
     Breakdown,
     read,
 )
@@ -63,7 +63,7 @@ def test_on_a_gpu_communication_counts_while_nothing_is_computed(tmp_path):
         7 -100   50 kernel               nvjet_before_the_step
     """
     breakdown = read(trace(tmp_path / "gpu.json", events, device=True))
-    computed = {MATMUL: 200, ATTENTION: 100, OTHER: 100, SHARDING: 30, OPTIMIZER: 200}
+    computed = {MATMUL: 200, ATTENTION: 100, OTHER: 100, FSDP_COPIES: 30, OPTIMIZER: 200}
     assert microseconds(breakdown) == {**computed, COMMUNICATION: 100, DATA: 50, HOST: 220}
     assert round(1e6 * breakdown.hidden) == 200 and breakdown.step == 1e-3
 
@@ -118,5 +118,5 @@ def test_in_a_real_trace_all_kinds_add_up_and_slow_data_is_seen(pool, tmp_path):
     for rank in range(2):
         breakdown = read(tmp_path / f"profile_traces/step-5/rank-{rank}.json")
         assert abs(sum(breakdown.kinds.values()) - breakdown.step) < 1e-9
-        assert all(breakdown.kinds[kind] > 0 for kind in KINDS)
+        assert all(breakdown.kinds[kind] > 0 for kind in WORK_KINDS)
         assert breakdown.kinds[DATA] >= 0.05

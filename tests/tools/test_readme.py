@@ -114,7 +114,7 @@ $ titanlite verify --model llama3
 = the row equals one process
 $ titanlite tour
 + --to 'a folder with blanks'
-= proved: its logits are within
+= checked: its logits are within
 $ titanlite.load("outputs")
 = Llama ByteTokenizer
 """

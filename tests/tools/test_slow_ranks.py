@@ -14,7 +14,7 @@ from titanlite.tools.slow_ranks import Exchange, exchange_in_pairs, slow_ranks
 
 
 def rounds(world: int, is_slow: Callable[[int, int], bool]) -> list[list[Exchange]]:
-    """Return the exchanges of so many ranks, of which some are slow."""
+    """Return the exchanges of this many ranks, of which some are slow."""
     found = []
     for bit in range((world - 1).bit_length()):
         seen = []

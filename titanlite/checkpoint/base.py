@@ -127,7 +127,7 @@ def _own_sums(folder: LocalPath, group: dist.ProcessGroup | None) -> dict[str, i
 
 
 def _find(base: Base, given: str) -> Place:
-    for folder in _places(base, given):
+    for folder in _candidate_folders(base, given):
         if (folder / MANIFEST).exists() or (folder / "config.json").exists():
             return folder
     also = ""
@@ -141,7 +141,7 @@ def _find(base: Base, given: str) -> Place:
     )
 
 
-def _places(base: Base, given: str) -> Iterator[Place]:
+def _candidate_folders(base: Base, given: str) -> Iterator[Place]:
     """Yield where the base was, and where it may be in a folder of weights or of a run."""
     was = place(base.folder)
     yield was

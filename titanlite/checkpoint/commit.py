@@ -37,7 +37,7 @@ from titanlite.checkpoint.manifest import (
     point_latest,
     step_folder,
 )
-from titanlite.checkpoint.places import StoredTensor, tensor_file
+from titanlite.checkpoint.stored_tensors import StoredTensor, tensor_file
 from titanlite.errors import RunFailed, UserError, first_line
 from titanlite.parallel.dtensor import let_go
 from titanlite.runtime.bucket import Place
@@ -184,7 +184,7 @@ class Writer(Alone, dcp.StorageWriter):
             written = run_on_all_ranks(group, self._saving, write)
             row = (*written, self._content.payload)
             rows = gather_objects(row, group, only_rank_0=True)
-            publish = partial(self._publish, staging, planner.places, rows)
+            publish = partial(self._publish, staging, planner.stored, rows)
             run_on_rank_0(group, f"the commit of step {self._content.step}", publish)
         done = Future[Any]()
         done.set_result([])
@@ -230,7 +230,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 def _write_tensors(path: Place, plan: Any, planner: Any) -> tuple[File | None, int]:
-    """Write what a plan has for this rank; return its file, and how many bytes are of tensors."""
+    """Write what a plan assigns to this rank; return its file and the bytes of its tensors."""
 
     def blocks() -> Iterator[bytes | memoryview]:
         yield plan.storage_data
@@ -242,7 +242,7 @@ def _write_tensors(path: Place, plan: Any, planner: Any) -> tuple[File | None, i
     if not plan.items:
         return None, 0
     parts = [(item.index.fqn, item.tensor_data.chunk.sizes) for item in plan.items]
-    expected = sum(planner.places[name].bytes_of(sizes) for name, sizes in parts)
+    expected = sum(planner.stored[name].bytes_of(sizes) for name, sizes in parts)
     file = File(*path.put_blocks(blocks(), expected))
     return file, file.size - len(plan.storage_data)
 

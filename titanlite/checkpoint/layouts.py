@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.places import TYPES, Split, StoredTensor, spread
+from titanlite.checkpoint.stored_tensors import TYPES, Split, StoredTensor, spread
 from titanlite.errors import UserError
 from titanlite.runtime.distributed import gather_objects, rank_in
 
-REPLICAS = "dp_replicate"
+REPLICATE = "dp_replicate"
 """The dimension along which all tensors are equal, whether or not their meshes have it."""
 
 
@@ -65,13 +65,13 @@ def layout_of(tensor: torch.Tensor) -> Split:
 
 def _over_replicas(layout: Split, rank: int, replicas: int, stride: int) -> Split:
     """Return a layout that has the copies of all replicas."""
-    if replicas == 1 or REPLICAS in layout.names:
+    if replicas == 1 or REPLICATE in layout.names:
         return layout
     first = layout.first
     if layout.names:
         first -= rank // stride % replicas * stride
     splits = tuple((dim, axis + 1) for dim, axis in layout.splits)
-    names = (REPLICAS, *layout.names)
+    names = (REPLICATE, *layout.names)
     return Split(names, (replicas, *layout.sizes), (stride, *layout.strides), first, splits)
 
 
@@ -89,7 +89,7 @@ def agree(own: dict[str, StoredTensor], group: dist.ProcessGroup | None) -> dict
     if rank_in(group) == 0:
         for rank, table in enumerate(tables):
             for name, tensor in table.items():
-                if not {*tensor.layout.names} - {REPLICAS}:  # its lowest rank was not known
+                if not {*tensor.layout.names} - {REPLICATE}:  # its lowest rank was not known
                     tensor = replace(tensor, layout=replace(tensor.layout, first=rank))
                 merged.setdefault(name, tensor)
         merged = spread(merged)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from titanlite.checkpoint.places import StoredTensor
+from titanlite.checkpoint.stored_tensors import StoredTensor
 from titanlite.errors import UserError
 from titanlite.runtime.bucket import Place
 from titanlite.runtime.store import crc32

@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from titanlite.checkpoint.commit import run_on_all_ranks
 from titanlite.checkpoint.layouts import agree, describe_all
-from titanlite.checkpoint.places import StoredTensor, safetensors_header, sizes_of, written_by
+from titanlite.checkpoint.stored_tensors import (
+    StoredTensor,
+    safetensors_header,
+    sizes_of,
+    written_by,
+)
 from titanlite.parallel.dtensor import box_of, local_part
 from titanlite.registry import Box
 from titanlite.runtime.distributed import rank_in
@@ -36,7 +41,7 @@ class Planner(dcp.SavePlanner):
         """
         self.tensors: dict[str, torch.Tensor] = {}
         """This rank's tensors by dotted name; a later save may bring copies of the first ones."""
-        self.places: dict[str, StoredTensor] = {}
+        self.stored: dict[str, StoredTensor] = {}
         """The tensors of all ranks."""
         self._group = group
         self._replicas = replicas
@@ -49,29 +54,29 @@ class Planner(dcp.SavePlanner):
 
     @torch.no_grad()  # which makes a DTensor's own part available
     def create_local_plan(self) -> dcp.SavePlan:
-        if not self.places:
+        if not self.stored:
             what = "planning a save"
             describe = partial(describe_all, self.tensors, rank_in(self._group), self._replicas)
             own = run_on_all_ranks(self._group, what, describe)
-            places = agree(own, self._group)
-            self._plan = run_on_all_ranks(self._group, what, partial(self._planned, places))
-            self.places = places
+            stored = agree(own, self._group)
+            self._plan = run_on_all_ranks(self._group, what, partial(self._planned, stored))
+            self.stored = stored
         return self._plan
 
-    def _planned(self, places: dict[str, StoredTensor]) -> dcp.SavePlan:
-        regions = written_by(rank_in(self._group), places)
+    def _planned(self, stored: dict[str, StoredTensor]) -> dcp.SavePlan:
+        regions = written_by(rank_in(self._group), stored)
         alike: dict[StoredTensor, TensorWriteData] = {}  # as most of a model's tensors are
         items = []
         for name, region in regions.items():
-            data = alike.get(places[name])
+            data = alike.get(stored[name])
             if data is None:
                 found = box_of(self.tensors[name])
                 if found != region:
                     raise RuntimeError(f"{name}: {region} was planned, but this rank has {found}")
-                data = alike[places[name]] = _write_data(places[name], region)
+                data = alike[stored[name]] = _write_data(stored[name], region)
             index = MetadataIndex(name, data.chunk.offsets)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return dcp.SavePlan(items, storage_data=safetensors_header(places, regions))
+        return dcp.SavePlan(items, storage_data=safetensors_header(stored, regions))
 
     def create_global_plan(self, all_plans: Any) -> Any:
         return all_plans, dcp.Metadata({})

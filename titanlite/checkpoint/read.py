@@ -20,8 +20,8 @@ from torch.futures import Future
 from titanlite.checkpoint import transfer
 from titanlite.checkpoint.commit import Alone, alone, run_on_all_ranks
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
-from titanlite.checkpoint.places import tensor_file
 from titanlite.checkpoint.plan import chunk_of
+from titanlite.checkpoint.stored_tensors import tensor_file
 from titanlite.parallel.dtensor import box_of, let_go, local_part
 from titanlite.registry import Box
 from titanlite.runtime.bucket import Place

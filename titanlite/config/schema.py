@@ -173,10 +173,10 @@ class Training(Section):
     @property
     def sources(self) -> list[MixtureEntry]:
         """The data sets to read: those of the mixture, or just `dataset`."""
-        return [part for _, part in self.places]
+        return [part for _, part in self.named_sources]
 
     @property
-    def places(self) -> list[tuple[str, MixtureEntry]]:
+    def named_sources(self) -> list[tuple[str, MixtureEntry]]:
         """The same, each with the name that errors use for it."""
         if self.mixture:
             found = list[tuple[str, MixtureEntry]]()

@@ -18,9 +18,9 @@ import numpy as np
 from titanlite.data.documents import Documents, text_files
 from titanlite.data.prepare import with_counts
 from titanlite.data.shards import (
+    DATA_MANIFEST,
     HEADER_BYTES,
     MAGIC,
-    MANIFEST,
     load_numbers,
     read_shard_manifest,
     sample,
@@ -137,7 +137,7 @@ def require_manifest(key: str, path: Path) -> None:
         raise UserError("there is no such folder or file", key, str(path))
     if read_shard_manifest(path):
         return
-    why = f'no {MANIFEST} of titanlite data prepare there; text is dataset = "text"'
+    why = f'no {DATA_MANIFEST} of titanlite data prepare there; text is dataset = "text"'
     folder = path if path.is_dir() else path.parent
     for kind, known in FORMATS.items():
         sign, *_ = known.index + known.suffixes
@@ -145,7 +145,7 @@ def require_manifest(key: str, path: Path) -> None:
             out = f"{path.resolve().name}-listed"
             words = ["data", "prepare", str(path), "--from", kind, "--out", out]
             command = command_line("titanlite", *words)
-            why = f"holds {kind} files, and a run reads what is listed in a {MANIFEST}: {command}"
+            why = f"holds {kind} files; a run reads what a {DATA_MANIFEST} lists: {command}"
             break
     raise UserError(why, key, str(path))
 
@@ -161,8 +161,8 @@ def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path
     The token `end` ends documents where no other file lists their ends; -1 means none.
     """
     out = LocalPath(folder)
-    if (out / MANIFEST).exists():
-        raise UserError(f"{out} has a {MANIFEST}; choose another folder or remove it")
+    if (out / DATA_MANIFEST).exists():
+        raise UserError(f"{out} has a {DATA_MANIFEST}; choose another folder or remove it")
     out.make()
     known = FORMATS[kind]
     files = [
@@ -189,7 +189,7 @@ def list_tokens(sources: dict[str, Documents], kind: str, end: int, folder: Path
     }
     if not manifest["tokens"]:
         raise UserError(f"no tokens in {' and '.join(sources)}")
-    (out / MANIFEST).put(json.dumps(manifest, indent=1).encode())
+    (out / DATA_MANIFEST).put(json.dumps(manifest, indent=1).encode())
     return manifest
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from titanlite.data.documents import SEGMENT_BYTES, Documents, Piece, pieces, segments
 from titanlite.data.shards import (
+    DATA_MANIFEST,
     HEADER_BYTES,
-    MANIFEST,
     TOKENIZER_FILES,
     ends_file,
     id_type,
@@ -98,7 +98,7 @@ def prepare(
             )
         log(f"{out} is already prepared")
         return existing
-    if out.is_taken(MANIFEST):
+    if out.is_taken(DATA_MANIFEST):
         raise UserError(f"{out} exists and was not made by this command; choose another folder")
     units = list(_units(sources))
     staging = _open_staging(out, f"{fingerprint} {tokenizer.end} {state}", log)
@@ -280,8 +280,8 @@ def _publish(staging: LocalPath, out: Place, manifest: dict[str, Any], assets: s
             (staging / name).put((Path(assets) / name).read_bytes())
     for draft in staging.glob("*.draft-*"):  # of a run that was killed
         draft.unlink()
-    (staging / MANIFEST).put(json.dumps(manifest, indent=1).encode())
-    out.publish_draft(MANIFEST)
+    (staging / DATA_MANIFEST).put(json.dumps(manifest, indent=1).encode())
+    out.publish_draft(DATA_MANIFEST)
 
 
 def prepare_in_cache(
@@ -323,7 +323,8 @@ def _locked_cache(root: Path, name: str) -> Iterator[LocalPath]:
     """
     folder = root / ".titanlite"
     try:
-        if not os.access(folder if folder.exists() else root, os.W_OK):
+        existing = folder if folder.exists() else root
+        if not os.access(existing, os.W_OK):
             folder = store.user_cache()
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = (folder / f"{name}.lock").open("w")

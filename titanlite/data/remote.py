@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.urls import is_url
-from titanlite.data.shards import MANIFEST, TOKENIZER_FILES, bring, parse_manifest, put
+from titanlite.data.shards import DATA_MANIFEST, TOKENIZER_FILES, bring, parse_manifest, put
 from titanlite.errors import OK, UserError, print_notice
 from titanlite.runtime import store
 from titanlite.runtime.bucket import bucket_path, in_own_process
@@ -45,15 +45,15 @@ def main(url: str) -> int:
         root = bucket_path(url, _PATIENCE_SECONDS)
         content = b"{}"
         with suppress(FileNotFoundError):
-            content = (root / MANIFEST).read_bytes()
-        if parse_manifest(root / MANIFEST, content) is None:
-            raise UserError(f"{url} has no {MANIFEST} of `titanlite data prepare`")
+            content = (root / DATA_MANIFEST).read_bytes()
+        if parse_manifest(root / DATA_MANIFEST, content) is None:
+            raise UserError(f"{url} has no {DATA_MANIFEST} of `titanlite data prepare`")
         folder = store.user_cache() / "shards" / hashlib.sha256(content).hexdigest()[:16]
         folder.make()
-        if not (folder / MANIFEST).exists():
+        if not (folder / DATA_MANIFEST).exists():
             for file in TOKENIZER_FILES:
                 bring(root, folder / file)
-            put(folder / MANIFEST, content)
+            put(folder / DATA_MANIFEST, content)
     except UserError as error:
         print_notice(str(error))
         return error.code

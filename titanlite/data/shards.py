@@ -25,7 +25,7 @@ from titanlite.runtime.bucket import BucketError, BucketPath, Place, bucket_path
 
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
-MANIFEST = "manifest.json"
+DATA_MANIFEST = "manifest.json"
 TOKENIZER_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja", *TOKENIZER_SETTINGS)
 OPEN_FILES = 16
@@ -118,7 +118,7 @@ class ShardSource:
             size = shard.path.stat().st_size if shard.path.is_file() else 0
             if size != shard.size:
                 raise UserError(
-                    f"{shard.path} has {size} bytes, and the {MANIFEST} in {self.folder} says "
+                    f"{shard.path} has {size} bytes, and the {DATA_MANIFEST} in {self.folder} says "
                     f"{shard.size}: prepare the data again"
                 )
             for name, sampled in shard.samples.items():
@@ -253,7 +253,7 @@ def read_shard_manifest(folder: Path | Place) -> dict[str, Any] | None:
     """Read the manifest that `titanlite data prepare` wrote into a folder; None if there is none,
     or only another program's.
     """
-    path = folder / MANIFEST
+    path = folder / DATA_MANIFEST
     if path.is_file():
         return parse_manifest(path, path.read_bytes())
     return None

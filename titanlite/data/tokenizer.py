@@ -189,11 +189,11 @@ def tokenizer_of(config: JobConfig) -> Tokenizer | None:
     have none. Where all data are shards, a model's folder may be without one.
     """
     shards = []
-    for place, part in config.training.places:
+    for name, part in config.training.named_sources:
         if part.dataset == "tokens":
-            shards.append(folder_of(place, part.dataset_path))
+            shards.append(folder_of(name, part.dataset_path))
     assets = config.model.hf_assets_path
-    if len(shards) == len(config.training.places) and is_model_alone(Path(assets)):
+    if len(shards) == len(config.training.named_sources) and is_model_alone(Path(assets)):
         assets = ""
     if not assets:
         copies = (str(folder) for folder in shards if (folder / "tokenizer.json").is_file())

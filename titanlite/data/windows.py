@@ -77,7 +77,9 @@ def training_data(
 ) -> Windows | Stream:
     """Open the data set or mixture of [training]."""
     training = job.config.training
-    return _open(job, training.places, training.seq_len, tokenizer, seed, training.repeat, opened)
+    return _open(
+        job, training.named_sources, training.seq_len, tokenizer, seed, training.repeat, opened
+    )
 
 
 def validation_data(

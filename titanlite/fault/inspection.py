@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.fault.stall import IN_KERNEL, STOPPED
+from titanlite.fault.stall import IN_KERNEL, PAUSED
 from titanlite.fault.status import Inspection
 
 POLL_SECONDS = 0.1
 """Time between two checks of a launcher on its workers."""
 STACK_SECONDS = 2
 """Time for a process to write its stack."""
-STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": STOPPED, "t": STOPPED, "Z": "gone"}
+STATES = {"R": "running", "S": "sleeping", "D": IN_KERNEL, "T": PAUSED, "t": PAUSED, "Z": "gone"}
 
 
 class RankProcess(NamedTuple):
@@ -33,7 +33,7 @@ def inspect(processes: Mapping[int, RankProcess]) -> dict[int, Inspection]:
     states = {rank: process_state(each.pid) for rank, each in processes.items()}
     for each in processes.values():
         _ask(each.pid)
-    stopped = [each for rank, each in processes.items() if states[rank] == STOPPED]
+    stopped = [each for rank, each in processes.items() if states[rank] == PAUSED]
     _await(each.stack for each in processes.values() if each not in stopped)
     # These answer before they do anything else; the others, which could then continue, have already
     # answered.

@@ -14,7 +14,7 @@ from titanlite.fault.status import Beat, Inspection, Status
 
 ENDED = "ended"
 """Phase of a rank that has nothing left to do."""
-STOPPED = "stopped"
+PAUSED = "stopped"
 """State of a process that a signal or a debugger has stopped."""
 IN_KERNEL = "waiting for a device (D)"
 """State of a process that takes no signal, such as one whose GPU does not answer."""
@@ -186,7 +186,7 @@ def culprits(hang: Hang) -> tuple[list[Standing], str]:
     """Return the ranks that the others wait for, with the evidence; no rank if there is none."""
     ranks = hang.ranks
     least = min(each.place for each in hang.ranks)
-    stopped = [each for each in ranks if each.state == STOPPED]
+    stopped = [each for each in ranks if each.state == PAUSED]
     if stopped:
         return stopped, "stopped"
     held = [each for each in ranks if each.state == IN_KERNEL]
@@ -295,8 +295,12 @@ def _all_threads(stack: str) -> list[str]:
 def main_frames(stack: str) -> list[str]:
     """Return the frames of the main thread, innermost first; faulthandler lists it last."""
     threads = _threads(stack)
-    main = [head for head in threads if "MainThread" in head] or [*threads][-1:]
-    return threads[main[0]] if main else []
+    last: list[str] = []
+    for head, frames in threads.items():
+        if "MainThread" in head:
+            return frames
+        last = frames
+    return last
 
 
 def in_collective(stack: str) -> bool:

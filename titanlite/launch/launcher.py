@@ -111,7 +111,7 @@ def _check_and_run(argv: list[str]) -> int:
             f"but the run has {nodes.training} (NNODES)"
         )
     run_lock = Path(job.config.job.dump_folder, lock.RUN_LOCK)
-    # On several nodes the lock is taken later, so that the others do not wait in vain.
+    # On several nodes the lock is taken later, so that the others do not wait for nothing.
     if nodes.count == 1 and os.path.exists(run_lock):
         lock.take(run_lock, f'job.dump_folder = "{job.config.job.dump_folder}"')
     only_imports = prepare_imports(processes, os.environ)
@@ -304,7 +304,7 @@ class Launch:
         return Ended(failure, over=bool(failure or reason))
 
     def _reshard_on(self, world: int) -> str:
-        """Return what "auto" stands for on so many ranks; it was planned for all of them."""
+        """Return what "auto" stands for on this many ranks; it was planned for all of them."""
         value, _ = self.reshard
         if value == "never" and world < self.job.layout.world:
             value = "default"

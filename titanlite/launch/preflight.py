@@ -157,7 +157,7 @@ def _fault(error: UserError, entries: Mapping[str, Entry], key: str = "") -> Con
 
 def _datasets(config: JobConfig) -> list[tuple[str, Any]]:
     """Return the data sets of a run, each with its section."""
-    parts: list[tuple[str, Any]] = [*config.training.places]
+    parts: list[tuple[str, Any]] = [*config.training.named_sources]
     if config.validation.enable:
         return [*parts, ("validation", config.validation)]
     return parts

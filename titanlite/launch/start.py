@@ -26,7 +26,8 @@ def check_start(config: JobConfig, job: Job | None = None) -> None:
     existence.
     """
     settings = config.checkpoint
-    steps, path = times(config) if settings.enable else {}, LocalPath(settings.initial_load_path)
+    path = LocalPath(settings.initial_load_path)
+    steps = times(config) if settings.enable else {}
     if settings.enable and settings.load_step != -1:
         if in_bucket(config):
             return  # the workers look for it there

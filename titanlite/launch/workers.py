@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titanlite.errors import RunFailed
 from titanlite.fault.inspection import POLL_SECONDS, process_state
-from titanlite.fault.stall import STOPPED
+from titanlite.fault.stall import PAUSED
 from titanlite.launch.failure import Exit
 from titanlite.launch.terminal import say
 from titanlite.observe.console import rank_log
@@ -192,7 +192,7 @@ def _end(processes: Mapping[int, Process], ending: signal.Signals) -> dict[int, 
     now = time.time()
     stopped = {}
     for rank, process in running.items():
-        stopped[rank] = process_state(process.pid) == STOPPED
+        stopped[rank] = process_state(process.pid) == PAUSED
     for number in (ending, signal.SIGKILL):
         for process in running.values():
             if process.poll() is None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-GIB = 1 << 30
+from titanlite.config.hardware_table import GIB
+
 REMEDY = (
     "to need less: activation_checkpoint, training.loss_chunks, a smaller training.local_batch_size"
 )

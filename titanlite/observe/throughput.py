@@ -58,9 +58,9 @@ def flops_per_token(
     again = 0
     backwards = 0
     is_below = False  # whether an earlier parameter is trained
-    for place, group in groupby(named, lambda item: _place(item[0], blocks)):
+    for part, group in groupby(named, lambda item: _part_of(item[0], blocks)):
         members = [*group]
-        is_block = place.endswith(".")
+        is_block = part.endswith(".")
         is_trained = any(parameter.requires_grad for _, parameter in members)
         goes_on = is_below or (is_block and is_trained)
         for name, parameter in members:
@@ -79,7 +79,7 @@ def flops_per_token(
     return TokenFlops(products, attention * passes, backwards, again, attention * backwards)
 
 
-def _place(name: str, blocks: str) -> str:
+def _part_of(name: str, blocks: str) -> str:
     """Return the block of a parameter, followed by a dot, or the parameter's name."""
     block = re.match(rf"{re.escape(blocks)}\.\d+\.", name)
     return block[0] if block else name

@@ -30,8 +30,10 @@ def grad_norm(
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and not any(parameter is copy for copy in copies):
-            place = isinstance(gradient, DTensor) and (gradient.device_mesh, gradient.placements)
-            alike.setdefault(place, []).append(gradient)
+            key = None
+            if isinstance(gradient, DTensor):
+                key = gradient.device_mesh, gradient.placements
+            alike.setdefault(key, []).append(gradient)
     norms = [_norm(tensors, p) for tensors in alike.values()]
     device = pp.device_type if pp else None
     if norms:

@@ -38,7 +38,7 @@ class Converter(Protocol):
         """React to new weights: before the first step and after each one."""
 
 
-def sizes_on_host(sizes: torch.Tensor, rows: int) -> list[list[int]]:
+def exchange_sizes(sizes: torch.Tensor, rows: int) -> list[list[int]]:
     """Return how many of `rows` go to each rank of experts, and how many come from it.
 
     Only this waits for the device, since collectives take their sizes from the host.
@@ -56,7 +56,7 @@ class Context:
     """The rule of every parameter of the whole model."""
     device: torch.device
     converters: Sequence[Converter] = ()
-    sizes_on_host: Callable[[torch.Tensor, int], list[list[int]]] = sizes_on_host
+    exchange_sizes: Callable[[torch.Tensor, int], list[list[int]]] = exchange_sizes
     """A rehearsal, which has no values, passes another one."""
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:

@@ -22,7 +22,7 @@ from titanlite.parallel.param_view import split_parameters
 from titanlite.registry import Rule
 from titanlite.runtime.torch_private import is_recomputing
 
-Places = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+RowOrder = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def apply(model: nn.Module, context: Context) -> list[str]:
@@ -57,12 +57,12 @@ def dispatch(model: nn.Module, context: Context) -> list[str]:
     if mesh is None:
         return []
     settings = context.job.config.compile
-    places: Places = places_by_expert
+    row_order: RowOrder = order_by_expert
     if settings.enable and "model" in settings.components:
-        places = torch.compile(places, fullgraph=True, dynamic=True, backend=settings.backend)
+        row_order = torch.compile(row_order, fullgraph=True, dynamic=True, backend=settings.backend)
     for module in expert_modules(model, context.table).values():
         forward = partial(
-            _dispatch, mesh.get_group(), module.forward, places, context.sizes_on_host
+            _dispatch, mesh.get_group(), module.forward, row_order, context.exchange_sizes
         )
         module.forward = forward  # type: ignore[method-assign]
     return []
@@ -117,8 +117,8 @@ def _summed(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 def _dispatch(
     group: dist.ProcessGroup,
     compute: Callable[[Tensor, Tensor], Tensor],
-    places: Places,
-    sizes_on_host: Callable[[Tensor, int], list[list[int]]],
+    row_order: RowOrder,
+    exchange_sizes: Callable[[Tensor, int], list[list[int]]],
     tokens: Tensor,
     counts: Tensor,
 ) -> Tensor:
@@ -131,21 +131,21 @@ def _dispatch(
     ranks = group.size()
     received = send_rows(counts, group)
     sizes = torch.stack([counts, received]).unflatten(1, (ranks, -1)).sum(-1)
-    send, receive = sizes_on_host(sizes, len(tokens))
+    send, receive = exchange_sizes(sizes, len(tokens))
     arrived = AllToAll.apply(tokens, group, send, receive)
     received = received.unflatten(0, (ranks, -1))
-    order, position, own_counts = places(received, sum(receive))
+    order, position, own_counts = row_order(received, sum(receive))
     outputs = compute(GatherRows.apply(arrived, order, position), own_counts)
     by_rank = GatherRows.apply(outputs, position, order)
     return AllToAll.apply(by_rank, group, receive, send)  # type: ignore[return-value]
 
 
-def places_by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+def order_by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order that sorts arriving rows by expert, its inverse, and the rows of each
     expert.
 
     Rows arrive by rank, and within a rank by expert. `received` has their numbers (ranks, experts),
-    `total` is the sum. Places are counted, since a sort reads all rows several times.
+    `total` is the sum. Positions are counted, since a sort reads all rows several times.
     """
     sizes = received.t().flatten()  # of the blocks by expert
     starts = (sizes.cumsum(0) - sizes).unflatten(0, (-1, len(received))).t().flatten()

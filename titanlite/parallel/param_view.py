@@ -24,11 +24,11 @@ def forward_with_converted_params(
     traced = nn.Module()  # functional_call would run the real module's hooks
     traced.module = module
     traced.forward = original  # type: ignore[method-assign]
-    places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    owners: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
-        places.setdefault(parameter, []).append((module.get_submodule(path), attribute))
-    own = {f"module.{name}": places[module.get_parameter(name)] for name in names}
+        owners.setdefault(parameter, []).append((module.get_submodule(path), attribute))
+    own = {f"module.{name}": owners[module.get_parameter(name)] for name in names}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [getattr(owner, attribute) for (owner, attribute), *_ in own.values()]

@@ -46,11 +46,11 @@ class Received(dict[int, Any]):
     """
 
     def __setitem__(self, number: int, buffers: Any) -> None:
-        _place(buffers, "meta")
+        _reallocate(buffers, "meta")
         super().__setitem__(number, buffers)
 
 
-def _place(buffers: Any, device: torch.device | str) -> None:
+def _reallocate(buffers: Any, device: torch.device | str) -> None:
     """Replace the buffers of a micro-batch with new ones."""
     for each in buffers:
         old = getattr(each, "buffer", None)
@@ -105,11 +105,11 @@ class Stage(PipelineStage):
         torch_private.send_nothing_to_this_rank(self)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _place(self.args_recv_info[fwd_chunk_id], self.device)
+        _reallocate(self.args_recv_info[fwd_chunk_id], self.device)
         return self._in_lanes(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _place(self.grad_recv_info[bwd_chunk_id], self.device)
+        _reallocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return self._in_lanes(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -136,7 +136,7 @@ class Stage(PipelineStage):
             if self.is_first:
                 tokens = (self.pipeline.tokens(fwd_chunk_id),)
             output = super().forward_one_chunk(fwd_chunk_id, tokens, {}, save_forward_output=False)
-            _place(self.args_recv_info[fwd_chunk_id], "meta")
+            _reallocate(self.args_recv_info[fwd_chunk_id], "meta")
             return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -154,7 +154,7 @@ class Stage(PipelineStage):
             kind = "I"
         with self._acting(kind, bwd_chunk_id, "backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            _place(self.grad_recv_info[bwd_chunk_id], "meta")
+            _reallocate(self.grad_recv_info[bwd_chunk_id], "meta")
             if loss is not None:
                 # torch keeps the losses of a step, and their graphs would keep the stage's inputs.
                 loss.detach_()

@@ -74,29 +74,29 @@ def _extended(
     """Return the totals of a rank's step, extrapolated from recordings of a few blocks and of a
     period more; None if their parts differ.
     """
-    few = add_up(taken[0], _places(shallow[0], shallow[0], job, rank))
-    more = add_up(taken[1], _places(shallow[1], shallow[0], job, rank))
+    few = add_up(taken[0], _block_positions(shallow[0], shallow[0], job, rank))
+    more = add_up(taken[1], _block_positions(shallow[1], shallow[0], job, rank))
     if few.moments.keys() == more.moments.keys():
         return few.extended(more, steps)
     return None
 
 
-def _places(one: Job, few: Job, job: Job, rank: int) -> dict[int, tuple[Any, int] | None]:
-    """Return each block's place on a rank, counted from the start or the end of its stage, with its
-    number in the whole job; None for middle blocks, which a job of few blocks lacks.
+def _block_positions(one: Job, few: Job, job: Job, rank: int) -> dict[int, tuple[Any, int] | None]:
+    """Return each block's position on a rank, counted from the start or the end of its stage, with
+    its number in the whole job; None for middle blocks, which a job of few blocks lacks.
     """
-    places = dict[int, tuple[Any, int] | None]()
+    positions = dict[int, tuple[Any, int] | None]()
     for stage in job.stages.ranks[rank]:
         numbers, least, whole = (_block_numbers(each, stage) for each in (one, few, job))
         half = len(least) // 2
-        for place, number in enumerate(numbers):
-            from_end = place - len(numbers)
-            places[number] = None
-            if place < half:
-                places[number] = (stage, place), whole[place]
+        for position, number in enumerate(numbers):
+            from_end = position - len(numbers)
+            positions[number] = None
+            if position < half:
+                positions[number] = (stage, position), whole[position]
             elif -from_end <= len(least) - half:
-                places[number] = (stage, from_end), whole[from_end]
-    return places
+                positions[number] = (stage, from_end), whole[from_end]
+    return positions
 
 
 def _block_numbers(job: Job, stage: int) -> list[int]:

@@ -192,10 +192,10 @@ def _extended(few: Counter[Any], more: Counter[Any], steps: int) -> Counter[Any]
 
 
 def add_up(
-    recording: Recording, places: Mapping[int, tuple[Any, int] | None] | None = None
+    recording: Recording, positions: Mapping[int, tuple[Any, int] | None] | None = None
 ) -> Totals:
-    """Return the totals of a step. A block's moments have its place as their key, and are named by
-    the number given with the place; a block whose place is None gets none.
+    """Return the totals of a step. A block's moments have its position as their key, and are named
+    by the number given with the position; a block whose position is None gets none.
     """
     moments = dict[Any, Moment]()
     flops = Counter[str]()
@@ -216,12 +216,12 @@ def add_up(
         phase, _, block = one.phase.rpartition(" ")
         key = (one.event, one.phase)
         name = one.phase
-        if block.isdigit() and places:
-            place = places[int(block)]
-            if place is None:
+        if block.isdigit() and positions:
+            position = positions[int(block)]
+            if position is None:
                 continue
-            key = (one.event, phase, place[0])
-            name = f"{phase} {place[1]}"
+            key = (one.event, phase, position[0])
+            name = f"{phase} {position[1]}"
         found = Moment(name, one.live, one.by_kind)
         known = moments.setdefault(key, found)
         fuller = known

@@ -146,7 +146,7 @@ def search_table(found: SearchResult, hardware: Hardware, world: int) -> Table:
     if not found.best:
         size, what = found.needed
         binds = f"{what} needs {size / GIB:.2f} GiB of {hardware.usable_bytes / GIB:.2f}"
-        title = f"No plan fits on {world} x {hardware.name}: {seen}; at the least {binds}"
+        title = f"No plan fits on {world} x {hardware.name}: {seen}; at least {binds}"
         return Table("search", title, (), ())
 
     rows = []

@@ -190,7 +190,7 @@ def import_package(package: str) -> None:
         ) from None
     if not getattr(module, "__file__", None):
         raise UserError(
-            f"{[*module.__path__][0]} is not a package: it has no __init__.py; start in "
+            f"{next(iter(module.__path__))} is not a package: it has no __init__.py; start in "
             "the folder that contains the package, or add that folder to PYTHONPATH"
         )
 

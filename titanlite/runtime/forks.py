@@ -93,7 +93,7 @@ class ForkServer:
         sys.stdout.flush()  # or forks would print the buffer again
         sys.stderr.flush()
         self.fault = ""
-        """Why it cannot start processes any more."""
+        """Why it can no longer start processes."""
         self._requests, theirs = socket_pair()
         adopt_orphans()
         if not os.fork():

@@ -94,12 +94,12 @@ def foreach_div_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
         torch._foreach_div_(tensors, divisor.to(tensors[0].device))
 
 
-def put_tensor(places: Sequence[tuple["nn.Module", str]], tensor: torch.Tensor) -> None:
+def put_tensor(owners: Sequence[tuple["nn.Module", str]], tensor: torch.Tensor) -> None:
     """Let modules' attributes, which are parameters, be a tensor that need not be one.
 
     torch 2.14; torch.func.functional_call is the public way, and slow (param_view.py).
     """
-    for module, attribute in places:
+    for module, attribute in owners:
         module._parameters[attribute] = tensor  # type: ignore[assignment]
 
 

@@ -18,13 +18,13 @@ from titanlite.errors import RunFailed
 MATMUL = "matrix multiplication"
 ATTENTION = "attention"
 OTHER = "other computation"
-SHARDING = "copies for sharding"
+FSDP_COPIES = "copies for sharding"
 OPTIMIZER = "optimizer"
 NORM = "gradient norm"
 COMMUNICATION = "exposed communication"
 DATA = "waiting for data"
 HOST = "host gaps"
-KINDS = (MATMUL, ATTENTION, OTHER, SHARDING, NORM, OPTIMIZER, COMMUNICATION, DATA, HOST)
+WORK_KINDS = (MATMUL, ATTENTION, OTHER, FSDP_COPIES, NORM, OPTIMIZER, COMMUNICATION, DATA, HOST)
 
 _PHASES = {"data": DATA, "gradient norm": NORM, "optimizer": OPTIMIZER}
 """Names of record_function in the trainer."""
@@ -32,14 +32,14 @@ _ON_DEVICE = {
     "data": DATA,
     "gradient norm": NORM,
     r"optimizer|Optimizer\..*": OPTIMIZER,
-    "FSDP::.*": SHARDING,
+    "FSDP::.*": FSDP_COPIES,
 }
 """The same for kernels, which the profiler attributes only to the innermost name around the launch.
 """
 _PRODUCTS = "mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm"
 _OPERATIONS = (
     (re.compile(r"c10d::|_c10d_functional::|nccl"), COMMUNICATION),
-    (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), SHARDING),
+    (re.compile(r"fsdp::|split_with_sizes_copy|chunk_cat"), FSDP_COPIES),
     (re.compile(r"flash|fmha|sdpa|cudnn::fusion|attention", re.IGNORECASE), ATTENTION),
     (re.compile(rf"aten::({_PRODUCTS})$|gemm|nvjet|cutlass|xmma|_mm_"), MATMUL),
     (re.compile(r"aten::|triton|torch-compiled region", re.IGNORECASE), OTHER),
@@ -56,7 +56,7 @@ class Breakdown:
 
     step: float
     kinds: dict[str, float]
-    """Seconds of each of KINDS; they add up to the step."""
+    """Seconds of each of WORK_KINDS; they add up to the step."""
     hidden: float
     """Communication that overlaps with computation (only on a GPU)."""
 
@@ -83,9 +83,11 @@ def read(path: Path) -> Breakdown:
         kinds = _divide_main_thread(events, steps)
         hidden = 0.0
     total = sum(end - start for start, end in steps)
-    kinds[HOST] = total - sum(kinds[kind] for kind in KINDS if kind != HOST)
+    kinds[HOST] = total - sum(kinds[kind] for kind in WORK_KINDS if kind != HOST)
     scale = 1e6 * len(steps)
-    return Breakdown(total / scale, {kind: kinds[kind] / scale for kind in KINDS}, hidden / scale)
+    return Breakdown(
+        total / scale, {kind: kinds[kind] / scale for kind in WORK_KINDS}, hidden / scale
+    )
 
 
 def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, float]:
@@ -96,7 +98,7 @@ def _divide_main_thread(events: Events, steps: Sequence[Span]) -> dict[str, floa
         is_call = not event["name"].startswith("gloo:")  # from start to end of a transfer
         if event["tid"] == thread and is_call and _inside(event, steps):
             calls.append(event)
-    kinds = dict.fromkeys(KINDS, 0.0)
+    kinds = dict.fromkeys(WORK_KINDS, 0.0)
     # The calls that have not returned, by end and kind.
     callers: list[tuple[float, str]] = [(math.inf, HOST)]
     for event in sorted(calls, key=lambda event: (event["ts"], -event["dur"])):
@@ -121,7 +123,7 @@ def _divide_device(
         for event in _named(events, names):
             if event["cat"] == "gpu_user_annotation":
                 phases[kind].append(_span(event))
-    spans: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+    spans: dict[str, list[Span]] = {kind: [] for kind in WORK_KINDS}
     for kernel in kernels:
         if _inside(kernel, steps):
             around = (kind for kind, within in phases.items() if _inside(kernel, within))
@@ -131,7 +133,7 @@ def _divide_device(
     for event in _named(events, "data"):
         if event["cat"] == "user_annotation" and _inside(event, steps):
             waits.append(_span(event))
-    kinds = dict.fromkeys(KINDS, 0.0)
+    kinds = dict.fromkeys(WORK_KINDS, 0.0)
     busy: list[Span] = []
     # Overlapping time counts once, for the first of: computation, communication, waiting for data.
     for kind, kind_spans in [*spans.items(), (COMMUNICATION, communication), (DATA, waits)]:

@@ -232,6 +232,7 @@ def _of_folder(source: LocalPath, argv: list[str], environ: Mapping[str, str]) -
     """Return a command line with the folder's own model, unless a config or a flavor is given."""
     line = parse_command_line(argv, environ)
     is_default = line.files == [DEFAULT_CONFIG] and not line.names_files
-    if line.overrides.get("model.flavor", "hf" if is_default else "") != "hf":
+    default = "hf" if is_default else ""
+    if line.overrides.get("model.flavor", default) != "hf":
         return argv
     return [f"--checkpoint.initial_load_path={source}", "--model.flavor=hf", *argv]

@@ -121,11 +121,13 @@ def _require_apart(sources: dict[str, Documents]) -> None:
 
 def counts_line(manifest: dict[str, Any]) -> str:
     """Return the numbers of tokens, documents and shards in a manifest."""
-    numbers = {name: manifest[name] for name in ("tokens", "documents")} | {
-        "shards": len(manifest["shards"])
+    numbers = {
+        "token": manifest["tokens"],
+        "document": manifest["documents"],
+        "shard": len(manifest["shards"]),
     }
     return ", ".join(
-        f"{number:,} {name.removesuffix('s' * (number == 1))}" for name, number in numbers.items()
+        f"{number:,} {name if number == 1 else name + 's'}" for name, number in numbers.items()
     )
 
 

@@ -163,7 +163,7 @@ def find_checkpoints(path: Place) -> list[Place]:
     if path.is_file():
         raise UserError(f"{path} is a file; name the checkpoint's folder")
     folders = checkpoints_of(path)
-    newest = [path, *folders][-1]
+    newest = folders[-1] if folders else path
     if is_foreign(newest):
         raise UserError(f"{newest}: {FOREIGN.format(newest)}")
     if not folders:

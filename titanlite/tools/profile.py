@@ -12,7 +12,7 @@ from titanlite.config.options import declare
 from titanlite.errors import format_table
 from titanlite.launch import launcher
 from titanlite.launch.nodes import find_nodes
-from titanlite.tools.breakdown import COMMUNICATION, KINDS, Breakdown, read
+from titanlite.tools.breakdown import COMMUNICATION, WORK_KINDS, Breakdown, read
 
 WARM_UP = 5
 TRACED = 3
@@ -68,7 +68,7 @@ def step_table(ranks: Sequence[Breakdown]) -> str:
     """Return each kind's mean over the ranks, and the rank that spent the most on it."""
     step = mean(rank.step for rank in ranks)
     rows = []
-    for kind in KINDS:
+    for kind in WORK_KINDS:
         seconds = [rank.kinds[kind] for rank in ranks]
         row = [kind, f"{1000 * mean(seconds):.1f}", f"{100 * mean(seconds) / step:.1f}%"]
         rows.append([*row, f"{1000 * max(seconds):.1f}", str(seconds.index(max(seconds)))])

@@ -19,7 +19,7 @@ from titanlite.observe.events import starts
 from titanlite.observe.page import Table, html_table, write_html
 from titanlite.runtime.rank_files import RANKS
 from titanlite.tools.record import Run, text_of
-from titanlite.tools.top import ABOUT, places, state_of
+from titanlite.tools.top import ABOUT, rank_table, state_of
 
 FACTS = "model data batch device mesh titanlite".split()
 """Lines logged at a start that are also on the page."""
@@ -46,7 +46,7 @@ def run(arguments: Namespace, overrides: list[str]) -> int:
     config = text_of(folder / CONFIG)
     environment = text_of(folder / ENVIRONMENT)
     layout = Layout(**json.loads(environment or "{}").get("mesh", {}))
-    ranks = places(folder / "logs" / RANKS, live=False)
+    ranks = rank_table(folder / "logs" / RANKS, live=False)
     hosts = len({row[-1] for row in ranks.rows}) or 1
     changed = toml_differences(to_toml(JobConfig()), config)
     steps, losses = record.column("validation_loss")

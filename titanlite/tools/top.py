@@ -73,10 +73,10 @@ def view(dump: Path, height: int = 1000) -> tuple[str, bool]:
             rows.append((key, f"{values[-1]:,.4g}", chart(values, columns(80) - 30)))
     events = f"{Table('events', 'Events', (), record.events())}"
     story = f"{starts(record.history, LAST_STARTS)}"
-    places_now = f"{places(ranks)}"
-    below = "\n\n".join([events, story, places_now])
+    ranks_now = f"{rank_table(ranks)}"
+    below = "\n\n".join([events, story, ranks_now])
     if not record.history or below.count("\n") > height - 4:
-        below = f"{events}\n\n{places_now}"
+        below = f"{events}\n\n{ranks_now}"
     rows = rows[: max(1, height - 3 - below.count("\n"))]
     return f"{Table('curves', f'{dump}: {state}', (), rows)}\n\n{below}", is_over
 
@@ -116,7 +116,7 @@ def state_of(record: Run) -> tuple[str, bool]:
     return f"step {step} of {steps}, {left}", False
 
 
-def places(file: Path, *, live: bool = True) -> Table:
+def rank_table(file: Path, *, live: bool = True) -> Table:
     """Return the places of the ranks, with their age or, if not `live`, their time."""
     rows = []
     for rank, beat in json.loads(text_of(file) or "{}").items():

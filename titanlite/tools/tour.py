@@ -124,7 +124,7 @@ def _export(dump: Path, exported: Path) -> None:
     _print("4  List and verify the checkpoints, and export the last one to Hugging Face's format.")
     print(_titanlite("checkpoint ls --full", dump), end="")
     _titanlite("checkpoint verify", dump)
-    print("   proved: every byte matches its checksum", flush=True)
+    print("   checked: every byte matches its checksum", flush=True)
     _titanlite("checkpoint export", dump, exported)
     names = ", ".join(sorted(path.name for path in exported.iterdir())) or "nothing"
     _check("config.json" in names, f"exported {names}", f"no config.json in {exported}: {names}")
@@ -144,10 +144,10 @@ def _print(heading: str) -> None:
     print(f"\n{heading}", flush=True)
 
 
-def _check(holds: bool, proved: str, failed: str) -> None:
+def _check(holds: bool, checked: str, failed: str) -> None:
     if not holds:
         raise UserError(f"FAILED: {failed}")
-    print(f"   proved: {proved}", flush=True)
+    print(f"   checked: {checked}", flush=True)
 
 
 def _titanlite(command: str, *paths: Path, **environ: str) -> str:

@@ -19,7 +19,7 @@ from titanlite.config.toml import read_toml
 
 SAMPLES = 36
 """Samples of the global batch: divisible by every data-parallel degree times every accumulation."""
-MICRO_BATCH = 3
+ROWS_OF_MICRO_BATCH = 3
 """Samples of a pipeline's micro-batch: divides a rank's samples, whatever the accumulation."""
 
 STEPS = {"SGD": 1, "AdamW": 3, "Muon": 1}
@@ -86,7 +86,7 @@ class Row:
         mesh = self.mesh
         flags = [EXTRAS[self.extra]]
         if mesh.pp > 1:
-            flags.append(f"--parallelism.pipeline_parallel_microbatch_size={MICRO_BATCH}")
+            flags.append(f"--parallelism.pipeline_parallel_microbatch_size={ROWS_OF_MICRO_BATCH}")
         flags += [of_choice[getattr(self, column)] for column, of_choice in OVERRIDES.items()]
         return f"""
             --parallelism.data_parallel_replicate_degree={mesh.dp_replicate}
@@ -148,7 +148,7 @@ def choices(
     for column, flags in OVERRIDES.items():
         by_column[column] = [*flags]
     for column in SPLIT_BY:
-        by_column[column] = [*OVERRIDES[column]][:1]
+        by_column[column] = [next(iter(OVERRIDES[column]))]
     by_column["compile"] = ["off", "aot_eager"]
     by_column |= {"layout": layouts, "variant": variants, "documents": documents, **split}
     if "cp4" in layouts:  # its ranks have two tokens, too few for three chunks

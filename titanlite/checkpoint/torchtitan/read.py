@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint.commit import cause
-from titanlite.checkpoint.places import sizes_of
 from titanlite.checkpoint.read import Regions, Wanted
+from titanlite.checkpoint.stored_tensors import sizes_of
 from titanlite.checkpoint.torchtitan.metadata import DCPReader
 from titanlite.checkpoint.torchtitan.names import Names
 from titanlite.errors import UserError, first_line, some_of

@@ -14,10 +14,10 @@ def apply_rules(check: Check) -> None:
     for key, declared in NEEDS.items():
         for needs in declared:
             if needs.why:
-                check.apply(_asks_in_vain, check.config, key, needs)
+                check.apply(_unmet_need, check.config, key, needs)
 
 
-def _asks_in_vain(config: JobConfig, key: str, needs: Needs) -> Refusals:
+def _unmet_need(config: JobConfig, key: str, needs: Needs) -> Refusals:
     if not is_set(config, key):
         return
     for need in needs.conditions:

@@ -31,7 +31,8 @@ _FOLDERS = (
     "comm.save_traces_folder",
 )
 _OTHER_FILES = (
-    "logs config.toml environment.json metrics.jsonl previous profile wandb .titanlite.lock .saved"
+    "logs config.toml environment.json metrics.jsonl events.jsonl run_id report.html previous "
+    "profile mlruns wandb .titanlite.lock .saved"
 ).split()
 """Other names in the dump folder, written by a run, `titanlite profile` and W&B."""
 _PATHS = (
@@ -63,7 +64,7 @@ def apply_rules(check: Check, plain: JobConfig, spec: ModelSpec | None, model: A
     check.apply(_folders_are_inside_the_dump_folder, config)
     check.apply(_paths_can_exist, config)
     check.apply(_a_stop_has_time_to_save, config)
-    check.apply(_states_have_names_of_here, config)
+    check.apply(_state_names_are_known, config)
     check.apply(_stores_are_legal, config)
     check.apply(_hugging_face_knows_the_model, config, spec)
     check.apply(_hugging_face_has_the_biases, config, model)
@@ -269,7 +270,7 @@ def _a_stop_has_time_to_save(config: JobConfig) -> Refusals:
         yield "fault.stop_after_minutes", f"the last {grace} are for saving; it must be more"
 
 
-def _states_have_names_of_here(config: JobConfig) -> Refusals:
+def _state_names_are_known(config: JobConfig) -> Refusals:
     for name in config.checkpoint.exclude_from_loading:
         if name in STATES:
             yield "checkpoint.exclude_from_loading", f'"{name}" {STATES[name]}'
@@ -277,15 +278,15 @@ def _states_have_names_of_here(config: JobConfig) -> Refusals:
 
 def _stores_are_legal(config: JobConfig) -> Refusals:
     settings = config.checkpoint
-    places = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
-    places = {name: place for name, place in places.items() if is_url(place)}
-    for name, url in places.items():
+    urls = {name: getattr(settings, name) for name in ("folder", "initial_load_path")}
+    urls = {name: url for name, url in urls.items() if is_url(url)}
+    for name, url in urls.items():
         if not split_url(url):
             yield f"checkpoint.{name}", f"legal: {LEGAL_URLS}"
-    if "folder" in places and settings.last_save_in_hf:
+    if "folder" in urls and settings.last_save_in_hf:
         why = "needs checkpoint.folder here; `titanlite checkpoint export URL FOLDER` does it later"
         yield "checkpoint.last_save_in_hf", why
-    if "initial_load_path" in places and settings.initial_load_in_hf:
+    if "initial_load_path" in urls and settings.initial_load_in_hf:
         why = "a Hugging Face folder must be here: `titanlite checkpoint cp URL FOLDER` copies it"
         yield "checkpoint.initial_load_path", why
 
