@@ -15,9 +15,10 @@ from unittest.mock import patch
 from tests import runs
 from tests.forked import Forked, Server, serve
 from titanlite.runtime import forks
+from titanlite.runtime.torch_private import INDUCTOR_MODULE
 from titanlite.verify import pool
 
-PRELOAD = ["titanlite.verify.harness", pool.INDUCTOR_MODULE]
+PRELOAD = ["titanlite.verify.harness", INDUCTOR_MODULE]
 
 
 def fork_workers() -> None:

@@ -1,6 +1,6 @@
 """Every private name of torch and torchao that titanlite uses, once each.
 
-No other file uses private names, except verify/pool.py and planner/torch_private.py. Each entry
+No other file uses private names, except planner/torch_private.py. Each entry
 lists the versions it was tried on, and the public replacement if there is one. Slow imports are
 deferred, so that any file may import this one.
 """
@@ -31,6 +31,9 @@ ATTENTION_OPERATIONS = (
 )
 # torch 2.11, 2.13 and 2.15: the operation behind DTensor's reduce-scatter has no public name.
 REDUCE_SCATTER_OPERATION = torch.ops._c10d_functional.reduce_scatter_tensor.default
+INDUCTOR_MODULE = "torch._inductor.compile_fx"
+"""Preloaded by pools whose runs compile: torch.compile imports it in every new rank, which takes
+seconds. torch 2.11, 2.13 and 2.14."""
 
 
 def flash_from_last(

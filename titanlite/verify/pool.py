@@ -27,9 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from titanlite.planner.torch_private import replaced
+from titanlite.planner.torch_private import forget_meshes, replaced
 from titanlite.runtime import torch_private
 from titanlite.runtime.distributed import set_collective_timeout, shared_device
 from titanlite.train.trainer import Trainer
@@ -40,8 +39,6 @@ MAX_GROUP_REBUILDS = 32
 """How often a process gets new groups before it is replaced: torch's caches keep destroyed groups,
 whose threads poll; hundreds of them use half of a small machine. A new process costs about as much
 as a run."""
-INDUCTOR_MODULE = "torch._inductor.compile_fx"
-"""Preloaded if rows compile: torch.compile imports it in every new rank, which takes seconds."""
 
 _PRELOAD = ("titanlite.verify.pool", "torch.distributed.fsdp")
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -294,7 +291,7 @@ def _make_groups(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu
     )
-    _clear_sharding_prop_cache()  # it refers to earlier runs' meshes, whose groups are destroyed
+    forget_meshes()  # it refers to earlier runs' meshes, whose groups are destroyed
     # A mesh creates its groups with these functions (torch 2.11, 2.13, 2.15).
     groups: dict[tuple[tuple[int, ...], str], Any] = {}
 

@@ -17,10 +17,11 @@ from titanlite.data.foreign import list_tokens, token_files
 from titanlite.errors import UserError
 from titanlite.parallel.build import build_model
 from titanlite.registry import Role
+from titanlite.runtime.torch_private import INDUCTOR_MODULE
 from titanlite.verify.harness import measure
 from titanlite.verify.measurements import BOUNDS, Mismatch, steps_of
 from titanlite.verify.model_under_test import SEQ_LEN, TOKENS, ModelUnderTest, build_job
-from titanlite.verify.pool import INDUCTOR_MODULE, Pool, RankFailed
+from titanlite.verify.pool import Pool, RankFailed
 from titanlite.verify.reference import measure_reference
 from titanlite.verify.table import EXTRAS, SAMPLES, Row
 
