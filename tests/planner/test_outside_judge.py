@@ -9,7 +9,6 @@ from tests.lanes import sample
 from tests.parallel.rows import GPT2
 from titanlite.data.loader import MicroBatch
 from titanlite.planner.rehearse import blank_batches, record_step
-from titanlite.train.loss import count_valid
 from titanlite.train.trainer import Trainer
 
 
@@ -30,7 +29,7 @@ def tracked(argv: list[str], folder: str) -> dict[str, int]:
 
 
 def _step(run: Trainer, number: int, batches: list[MicroBatch]) -> None:
-    own_tokens = count_valid(torch.stack([batch.labels for batch in batches]))
+    own_tokens = run.runner.count_valid(batches)
     valid = run.guard.exchange(own_tokens)
     loss = run.runner.forward_backward(number, batches, valid)
     norm = run.runner.gradient_norm()

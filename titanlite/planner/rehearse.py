@@ -262,7 +262,8 @@ def _count_step(
             static[""] = [batch.rows for batch in micro_batches]
             for kind, tensors in static.items():
                 counting.mark(kind, tensors)
-            valid_tokens = guard.exchange(runner.count_valid(micro_batches))
+            own_tokens = runner.count_valid(micro_batches)  # kept until the end, as in a run
+            valid_tokens = guard.exchange(own_tokens)
             loss = runner.forward_backward(step, run or micro_batches, valid_tokens)
             static["gradients"] = [
                 parameter.grad for parameter in runner.parameters if parameter.grad is not None

@@ -56,7 +56,8 @@ class StepRunner:
     def count_valid(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the valid tokens whose losses this rank computes."""
         valid = count_valid(torch.stack([batch.labels for batch in micro_batches]))
-        return valid * self.model.has_loss
+        valid *= self.model.has_loss
+        return valid
 
     def forward_backward(
         self, step: int, micro_batches: Sequence[MicroBatch], valid_tokens: Callable[[], Tensor]
