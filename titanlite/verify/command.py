@@ -165,13 +165,11 @@ def rows_of_device(model: ModelUnderTest, most: int | None = None) -> NumberedRo
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch finds no usable GPU on this node")
         ranks = most or torch.cuda.device_count()
-    allowed = []
-    for row in OF_DEVICE:
-        if row.layout in model.layouts and row.mesh.world <= ranks:
-            allowed.append(row)
-    if not model.spec.core:
-        allowed = [row for row in allowed if row.documents == "off"]
-    return numbered(allowed)
+    return numbered([row for row in OF_DEVICE if _allows(model, row) and row.mesh.world <= ranks])
+
+
+def _allows(model: ModelUnderTest, row: Row) -> bool:
+    return row.layout in model.layouts and (bool(model.spec.core) or row.documents == "off")
 
 
 def full_table(model: ModelUnderTest) -> NumberedRows:
@@ -203,7 +201,7 @@ def _of_single_techniques(model: ModelUnderTest) -> list[Row]:
     }
     rows = []
     for row in (*EXTRA, *INDUCTOR):
-        if row.layout in model.layouts and has.get(row.extra, True):
+        if _allows(model, row) and has.get(row.extra, True):
             rows.append(row)
     return rows
 
