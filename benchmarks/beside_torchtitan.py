@@ -34,7 +34,7 @@ from titanlite.errors import format_table  # noqa: E402
 
 HERE = ROOT / "benchmarks/beside"
 WARM_UP = 5
-STEPS = 40
+STEPS = 150
 SECONDS = 2400
 
 
@@ -73,7 +73,7 @@ MODELS = {
         "--model.overrides.n_layers=4 --model.overrides.n_heads=8 --model.overrides.n_kv_heads=4 "
         "--model.overrides.head_dim=64 --model.overrides.expert_dim=768 "
         "--model.overrides.experts=64 --model.overrides.top_k=8 "
-        "--model.overrides.vocab_size=32768",
+        "--model.overrides.vocab_size=32768 --model.overrides.balance=bias",
         "qwen3",
         {
             "dim": 256,
