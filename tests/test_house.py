@@ -36,7 +36,7 @@ FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms.
 LOOSE_FILES = {"__init__", "__main__", "cli", "errors", "version"}
 MAY_USE_PRIVATE_NAMES = {
     "titanlite/runtime/torch_private.py",  # what a run needs
-    "titanlite/planner/torch_private.py",  # what only a rehearsal needs: not loaded by a run
+    "titanlite/planner/torch_private.py",  # what planner and verify need: not loaded by a run
 }
 MAX_LINES_OF_A_FILE = 600
 MAX_LINES_OF_A_FUNCTION = 50

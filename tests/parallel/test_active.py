@@ -177,7 +177,11 @@ def test_fsdp2_is_told_of_a_communicator_of_its_own_and_a_torch_that_lacks_it_is
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert called == (groups if key == "enable_fsdp_symm_mem" else [model])
     monkeypatch.delattr(FSDPModule, method)
-    with on_a_fake_rank(argv, 2) as given, refused(f"parallelism.{key}", "torch 2.14"):
+    with on_a_fake_rank(argv, 2) as (model, context):
+        context = replace(context, device=torch.device("cuda"))
+        with refused(f"parallelism.{key}", "torch 2.14"):
+            parallelize(model, context)
+    with on_a_fake_rank(argv, 2) as given:  # what a plan on a node without GPUs does
         parallelize(*given)
 
 

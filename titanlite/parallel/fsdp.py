@@ -40,7 +40,8 @@ def apply(model: nn.Module, context: Context) -> list[str]:
         if job.layout.dp_replicate > 1:
             return [_note(job)]
         return []
-    check_keys(job.config.parallelism)
+    if context.device.type == "cuda":
+        check_keys(job.config.parallelism)
     modules = dict(model.named_modules())
     plan = fsdp_schedule.schedule(job, tied=bool(shared_names(model)), modules=modules)
     groups: list[list[nn.Module]] = []

@@ -38,7 +38,7 @@ ORDER: tuple[Technique, ...] = (
     # outside per-operation recomputation, so that received tokens are kept
     expert_parallel.dispatch,
     compile.apply,  # before sharding, so that gathering and freeing stay outside the graph
-    # outside compiled blocks, until torch 2.14 is the minimum: earlier ones can't compile these
+    # outside compiled blocks, until torch 2.14 is the minimum: 2.13 can't compile these
     partial(recompute.apply, around_graphs=True),
     fsdp.apply,  # last: takes all remaining parameters, and sets the prefetch schedule
 )

@@ -1,5 +1,5 @@
-"""The private names of torch that only the planner needs, each in one place, with the versions
-tested.
+"""The private names of torch that only the planner and verify need, each in one place, with the
+versions tested.
 """
 
 import sys

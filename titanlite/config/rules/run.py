@@ -34,7 +34,7 @@ _OTHER_FILES = (
     "logs config.toml environment.json metrics.jsonl events.jsonl run_id report.html previous "
     "profile mlruns wandb .titanlite.lock .saved"
 ).split()
-"""Other names in the dump folder, written by a run, `titanlite profile` and W&B."""
+"""Other names in the dump folder: of a run, `titanlite profile`, `report`, W&B and MLflow."""
 _PATHS = (
     *("job.dump_folder", *_FOLDERS, "model.hf_assets_path", "checkpoint.initial_load_path"),
     *("training.dataset_path", "validation.dataset_path"),
